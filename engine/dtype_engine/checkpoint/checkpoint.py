@@ -103,7 +103,7 @@ class Checkpoint:
                     packed_bytes=tensor.nbytes if tensor.packed or tensor.refusal is not None else None,
                     uncastable_reason=tensor.refusal or parts.get(name),
                     quantized=name in self.quantized,
-                    meant=meant.get(name),
+                    logical_numel=meant.get(name),
                 )
                 for name, tensor in self.weights.items()
                 if name not in self.aliases

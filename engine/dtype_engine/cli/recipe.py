@@ -20,7 +20,7 @@ from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, ta
 from dtype_engine.results.as_json import as_json
 
 if TYPE_CHECKING:
-    from dtype_engine.recipe.lint import Lint, RuleReading
+    from dtype_engine.recipe.lint import Lint, RuleComparison
 
 DIFFERS = 1
 _SHOWN = 4
@@ -146,7 +146,7 @@ def _lint_lines(reading: Lint) -> list[str]:
     return lines
 
 
-def _rule_lines(rule: RuleReading) -> list[str]:
+def _rule_lines(rule: RuleComparison) -> list[str]:
     lines = [f"{'!' if rule.differs else ' '} {rule.pattern}={rule.dtype}: {rule.here} here, {rule.there} there"]
     if rule.problem:
         lines.append(f"    {rule.problem}")

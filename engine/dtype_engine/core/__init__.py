@@ -1,1 +1,1 @@
-"""Vocabulary that every room shares: dtypes, the module tree, options, errors, text, files."""
+"""What all packages of the engine share: dtypes, the module tree, options, errors, text and files."""

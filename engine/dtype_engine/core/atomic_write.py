@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their name, brought to the disk, then renamed."""
+"""Writes files completely or not at all: to a temporary file in the same folder, flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from dtype_engine.core.text import printable
 
 
 def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
-    """Write a text file so that no crash, full disk or lost power leaves half of one; the absolute path.
+    """Write a text file so that no crash, full disk or power failure leaves it incomplete. Returns the absolute path.
 
-    `replace`: a file of that name may be there and is replaced, else it is refused. `mode`: permissions, by default those
-    of any new file. Raises UserError that says why it can't be written; whatever was there is still there then.
+    replace: replace an existing file, which is otherwise refused. mode: permissions, by default those of any new file.
+    Raises UserError if the file can't be written; an existing file is then unchanged.
     """
     path = check_target(path, replace)
-    beside: str | None = None
+    temporary: str | None = None
     try:
-        number, beside = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
+        number, temporary = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
         with open(number, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fchmod(number, mode if mode is not None else 0o666 & ~umask())
             os.fsync(number)
         if replace:
-            os.replace(beside, path)
+            os.replace(temporary, path)
         else:
-            _rename_new(beside, path)
-        beside = None
+            _rename_new(temporary, path)
+        temporary = None
         fsync_dir(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists; name another file{hint('replace')}") from None
     except OSError as error:
         raise UserError(f"can't write {path}: {error.strerror}") from None
     finally:
-        if beside is not None:
+        if temporary is not None:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
     return path
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """The absolute path of a file that may be written. Raises UserError where one is there, or no folder for it."""
+    """The absolute path of a file to write. Raises UserError if it is a folder, exists without `replace`, or has no folder."""
     try:
         path = path.expanduser().absolute()
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
-    except (OSError, RuntimeError) as error:  # too long for a name, or in the home of nobody
+    except (OSError, RuntimeError) as error:  # the name is too long, or `~name` is not a user
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:
@@ -62,32 +62,28 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Whether a file is at the path that was typed, or a folder that is not empty. Raises UserError where that can't be told."""
+    """Whether a file or a folder that is not empty exists at the typed path. Raises UserError if that can't be determined."""
     try:
         path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: the home of nobody; ValueError: a null character
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: `~name` is not a user; ValueError: a null byte
         raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _rename_new(beside: str, path: Path) -> None:
-    """Rename to a name that must be free; a link, unlike a rename, never takes the place of a file that came meanwhile."""
+def _rename_new(temporary: str, path: Path) -> None:
+    """Rename to a name that must not exist. A hard link, unlike a rename, fails if another process has just made that file."""
     try:
-        os.link(beside, path)
+        os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without links
-        os.rename(beside, path)
+        os.rename(temporary, path)
     else:
-        os.unlink(beside)
+        os.unlink(temporary)
 
 
 def fsync_dir(folder: Path) -> None:
-    """Bring a folder's entries to the disk, so that a new name outlives a lost power; where the system can't, it can't."""
+    """Flush a folder's entries to disk, so that a new name survives a power failure. Does nothing if the system can't do that."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -100,7 +96,7 @@ def fsync_dir(folder: Path) -> None:
 
 
 def umask() -> int:
-    """The process's umask, read without setting it where the system tells."""
+    """The process's umask, read from /proc because `os.umask` would set it; 0o022 on a system without /proc."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -1,8 +1,9 @@
-"""Formats in which blocks of a weight share a scale: what they are made of and what they take in a file. Without torch.
+"""Formats in which each block of a weight has one scale: their parts, shapes and bytes in a file. Does not import torch.
 
-A weight is seen as matrices: a vector is one row; of three dimensions and above the last one is the row where a block fits in
-it (the experts of a layer), else all but the first are (a convolution). Blocks lie along the row. Where no block divides a
-matrix, the last ones are shorter, as in DeepSeek's files: codes keep the weight's shape, and the number of scales is rounded up.
+A weight is treated as one or more matrices. A vector is one row. With three or more dimensions, a row is the last dimension if
+a block fits into it (the experts of a layer); otherwise a row is all dimensions but the first (a convolution). Blocks lie along
+rows. If blocks do not divide a matrix, the last ones are shorter, as in DeepSeek's files: codes keep the weight's shape, and
+the number of scales is rounded up.
 """
 
 from __future__ import annotations
@@ -18,29 +19,30 @@ Packing = Literal["none", "nibbles", "words", "six bits"]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How the elements of a format share scales.
-
-    rows, columns: of a block. scale: the dtype of a scale in a file, by torch's name (`uint8` is an exponent of two plus 127,
-    E8M0). rule: how a scale follows from the largest |value| of its block; see the format's file in `runtime/formats/`.
-    tensor_scale: one float32 for the whole tensor besides. zero_points: an integer for each block besides. packing: how codes of
-    less than a byte lie in a file. layout: the name of the layout that others read, "" where there is none.
-    """
+    """The block size, scales and packing of a format."""
 
     rows: int
     columns: int
     scale: str
+    """torch's name for the dtype of a scale in a file. `uint8` means E8M0: the scale is 2 to the power of (byte - 127)."""
     rule: ScaleRule = "amax"
+    """How a scale is computed from the largest |value| of its block: see the format's module in `runtime/formats/`."""
     tensor_scale: bool = False
+    """Whether the whole tensor also has one float32 scale."""
     zero_points: bool = False
+    """Whether each block also has an integer zero point."""
     packing: Packing = "none"
+    """How codes of less than a byte are packed in a file."""
     layout: str = ""
+    """The name of the checkpoint layout in which other programs read this format; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a weight in a file. suffix: what its name has behind that of the weight; "" for the codes."""
+    """One of the tensors that store a weight in a file."""
 
     suffix: str
+    """What follows the weight's name in this tensor's name; "" for the codes."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
@@ -55,7 +57,7 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""The name beside a weight's of the float32 that NVFP4 has for the inputs of its layer: 448 * 6 / their largest |value|."""
+"""In NVFP4 files, the tensor next to a weight that holds the scale of its layer's inputs: float32, 448 * 6 / max |input|."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,
@@ -69,7 +71,7 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """A weight as matrices whose rows hold blocks of `columns`: (how many, rows of each, width of a row)."""
+    """The matrices that a weight is treated as for blocks of `columns`: (number of matrices, rows of each, width of a row)."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     if len(shape) == 2:
@@ -80,26 +82,26 @@ def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
 
 
 def scale_grid(shape: Sequence[int], blocks: Blocks) -> tuple[int, int]:
-    """How many scales a weight has: (down, across). Those of several matrices stand below each other."""
+    """The grid of a weight's scales: (rows, columns). The grids of several matrices are stacked in the rows."""
     count, rows, width = matrices(shape, blocks.columns)
     return count * -(-rows // blocks.rows), -(-width // blocks.columns)
 
 
 def divides(shape: Sequence[int], blocks: Blocks) -> bool:
-    """Whether blocks fill a weight, so that none is shorter than the others."""
+    """Whether full blocks cover the weight exactly, so that no block is shorter than the others."""
     _, rows, width = matrices(shape, blocks.columns)
     return width % blocks.columns == 0 and rows % blocks.rows == 0
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """The elements of the packed dtype that a row of `width` codes takes."""
+    """How many elements of the packed dtype hold a row of `width` codes."""
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """What a weight of `shape` is made of in a file: codes, then scales and what else there is.
+    """The tensors that store a weight of `shape` in a file: codes first, then scales, then any other tensors of the format.
 
     codes: the dtype of codes that are not packed.
     """

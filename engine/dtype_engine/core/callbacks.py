@@ -1,4 +1,4 @@
-"""Callbacks that do nothing, as defaults: `help()` shows them by their names."""
+"""Default callbacks that do nothing. `help()` shows their names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ T = TypeVar("T")
 
 
 class Fixed(Generic[T]):
-    """A callback that takes anything and returns one value. `repr` gives its name, where that of a function is an address."""
+    """A callback that accepts any arguments and always returns the same value.
+
+    Its `repr` is its name, so that `help()` shows the name as a default; the `repr` of a function would show an address.
+    """
 
     def __init__(self, name: str, value: T) -> None:
         self._name = name
@@ -22,4 +25,4 @@ class Fixed(Generic[T]):
 
 
 ignore = Fixed("ignore", None)
-"""Progress that the caller does not follow."""
+"""The default for progress callbacks: it ignores all progress."""

@@ -1,4 +1,4 @@
-"""Cancels and pauses work that calls `cancelled()` between two steps."""
+"""Cancels and pauses work. The work calls `cancelled()` between its steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from dtype_engine.core.callbacks import Fixed
 _POLL_S = 0.05
 
 IsCancelled = Callable[[], bool]
-"""Whether to stop. Called often; must be quick."""
+"""Returns whether the work must stop. It is called often, so it must be quick."""
 
 
 never = Fixed("never", False)
-"""The default of `cancelled`: the work runs to its end."""
+"""The default for `cancelled` arguments: the work always runs to its end."""
 
 
 class CancelToken:
-    """Passed as `cancelled`. While it is paused the work waits where it is, and loses nothing. Safe to use from any thread."""
+    """Pass it as `cancelled` to control work from any thread. Paused work waits in its next call of it, and loses nothing."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -26,22 +26,22 @@ class CancelToken:
         self._unpaused.set()
 
     def __call__(self) -> bool:
-        """Whether to stop; waits while paused."""
+        """Whether to stop. Blocks while paused."""
         while not self._unpaused.is_set() and not self._cancelled.is_set():
             self._unpaused.wait(_POLL_S)
         return self._cancelled.is_set()
 
     @property
     def paused(self) -> bool:
-        """Whether the work waits."""
+        """Whether the work is paused."""
         return not self._unpaused.is_set()
 
     def pause(self) -> None:
-        """Hold the work at its next step."""
+        """Make the work wait at its next step."""
         self._unpaused.clear()
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let paused work continue."""
         self._unpaused.set()
 
     def cancel(self) -> None:

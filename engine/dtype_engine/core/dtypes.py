@@ -1,9 +1,9 @@
-"""The table of dtypes: their names everywhere, bits, range, and what a storage format is made of. Without torch.
+"""The table of dtypes: names, bits, range, and the blocks of storage formats. This module never imports torch.
 
-Names are torch's; `@tensor` behind a storage dtype says that a whole tensor shares one scale, where otherwise every
-output channel has its own. Formats whose scales belong to blocks have the names that quantisers and runtimes give them; what
-a block is stands in `block_formats`. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types; OCP MX
-for 4 and 6 bits), checked in the tests against `torch.finfo` and `ml_dtypes`. This module never imports torch.
+Names are torch's. A storage dtype has one scale for each output channel; with `@tensor` appended, one for the whole tensor.
+Formats with a scale for each block have the names that quantisers and runtimes use; `block_formats` describes their blocks.
+Ranges are from the definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare
+them with `torch.finfo` and `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""In place of a dtype in a rule: leave the tensor as the checkpoint has it."""
+"""Used in a rule instead of a dtype: keep the dtype that the tensor has in the checkpoint."""
 
 
 PER_TENSOR = "@tensor"
@@ -27,27 +27,32 @@ PER_TENSOR = "@tensor"
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One dtype. `max` is its largest finite value, `tiny` its smallest normal one; of a format with blocks those of an element,
-    whose `bits` leave the scales out.
-    """
+    """One dtype. For a format with blocks, bits and range are those of one element, without the scales."""
 
     name: str
     short_name: str
     bits: int
     kind: Literal["float", "int", "bool", "complex"]
     safetensors: str | None
+    """The name in a safetensors header; None if there is none."""
     exponent: int = 0
+    """Bits of the exponent."""
     mantissa: int = 0
+    """Bits of the mantissa, without the implicit leading one."""
     max: float = 0.0
+    """The largest finite value."""
     tiny: float = 0.0
+    """The smallest positive normal value."""
     per_tensor: bool = False
+    """Whether the whole tensor has one scale."""
     blocks: Blocks | None = None
-    held: str = ""
+    code_dtype: str = ""
+    """torch's name for the dtype that holds the codes while a model runs; "" if it is the name itself."""
 
     @property
     def torch_name(self) -> str:
-        """The name of torch's own dtype that the values, or a format's codes, are kept in while a model runs: a byte each."""
-        return self.held or self.name.removesuffix(PER_TENSOR)
+        """torch's name for the dtype that holds the values, or a storage format's codes (one byte each), while a model runs."""
+        return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
 def _float(
@@ -82,7 +87,7 @@ _TABLE = (
 )
 
 SCALE_BYTES = 4
-"""A scale of a channel or a tensor is a float32."""
+"""The scale of a channel or a tensor is a float32."""
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 _PER_TENSOR_SCALES = tuple(
@@ -93,12 +98,12 @@ _PER_TENSOR_SCALES = tuple(
     if dtype.name in PER_CHANNEL_SCALES
 )
 
-_MX_E4M3 = DType("", "", 8, "float", None, 4, 3, 448.0, 2.0**-6, held="float8_e4m3fn")
-_MX_E2M1 = DType("", "", 4, "float", None, 2, 1, 6.0, 1.0, held="float8_e4m3fn")
-_E2M3 = DType("", "", 6, "float", None, 2, 3, 7.5, 1.0, held="float8_e4m3fn")
-_E3M2 = DType("", "", 6, "float", None, 3, 2, 28.0, 2.0**-2, held="float8_e4m3fn")
-_INT4 = DType("", "", 4, "int", None, max=7, held="int8")
-_INT8 = DType("", "", 8, "int", None, max=127, held="int8")
+_MX_E4M3 = DType("", "", 8, "float", None, 4, 3, 448.0, 2.0**-6, code_dtype="float8_e4m3fn")
+_MX_E2M1 = DType("", "", 4, "float", None, 2, 1, 6.0, 1.0, code_dtype="float8_e4m3fn")
+_E2M3 = DType("", "", 6, "float", None, 2, 3, 7.5, 1.0, code_dtype="float8_e4m3fn")
+_E3M2 = DType("", "", 6, "float", None, 3, 2, 28.0, 2.0**-2, code_dtype="float8_e4m3fn")
+_INT4 = DType("", "", 4, "int", None, max=7, code_dtype="int8")
+_INT8 = DType("", "", 8, "int", None, max=127, code_dtype="int8")
 
 
 def _format(name: str, short_name: str, element: DType, blocks: Blocks) -> DType:
@@ -145,13 +150,13 @@ BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENS
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes a forward pass computes in, largest first."""
+"""The dtypes in which a forward pass computes, largest first."""
 WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
-"""Codes of one byte, and a float32 scale for each output channel or for the tensor: `runtime/numerics/quantize.py`."""
+"""Formats with one-byte codes and a float32 scale per output channel or per tensor; see `runtime/numerics/quantize.py`."""
 BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
-"""Codes, and a scale for each block: `runtime/formats/`."""
+"""Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
-"""Codes and scales: dequantized to a compute dtype when used."""
+"""Formats with codes and scales, which are dequantized to a compute dtype when used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """Everything a rule may cast to, besides `STORED`."""
 
@@ -165,15 +170,15 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """The short form for a short_name: `bf16` for `bfloat16`; names not in the table stay as they are."""
+    """The short name of a dtype: `bf16` for `bfloat16`. A name that is not in the table is returned unchanged."""
     row = BY_NAME.get(name)
     return row.short_name if row else name
 
 
 def parse_target(text: str) -> str:
-    """Read what a user wrote for a dtype to cast to (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `stored`).
+    """Parse the dtype of a cast as the user wrote it (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `stored`).
 
-    Returns a name of `CASTABLE_DTYPES`, or `STORED`. Raises UserError with the nearest name otherwise.
+    Returns a name in `CASTABLE_DTYPES`, or `STORED`. Raises UserError, with the nearest name, for anything else.
     """
     whole = text.strip().lower().removeprefix("torch.")
     word, at, scale = whole.partition("@")
@@ -201,7 +206,7 @@ def parse_target(text: str) -> str:
 
 
 def completions(begun: str) -> list[str]:
-    """What a name that a user has begun may become: short names where there are some, else those of the table; once each."""
+    """Completions of a dtype that the user has begun to type: short names if any match, otherwise full names."""
     whole = begun.strip().lower()
     names = {BY_NAME[name].short_name if name not in BLOCK_FORMATS else name: name for name in CASTABLE_DTYPES}
     known = [short for short, name in names.items() if short.startswith(whole)]
@@ -209,16 +214,16 @@ def completions(begun: str) -> list[str]:
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
-    """Whether a tensor of this shape has a scale for each output channel (its first dimension) in a storage dtype.
+    """Whether a tensor of this shape gets one scale per output channel (its first dimension) in a storage dtype.
 
-    Matrices and above have, unless the dtype is `@tensor` or has blocks. A vector or scalar has one scale for all.
+    Tensors with two or more dimensions do, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
     """
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
-    """How many scales a tensor of this shape carries in a storage dtype, one that is for the whole tensor besides left out."""
+    """How many scales a tensor of this shape has in a storage dtype, without NVFP4's additional scale of the whole tensor."""
     blocks = BY_NAME[dtype].blocks
     if blocks is not None:
         return math.prod(scale_grid(shape, blocks))
@@ -226,15 +231,15 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Whether the blocks of a format do not divide a tensor, so that its last ones are shorter."""
+    """Whether a format's blocks do not divide a tensor of this shape, so that its last blocks are shorter."""
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Whether a runtime that computes in this format rounds activations to it as well.
+    """Whether runtimes that compute in this format also round activations to it.
 
-    True of fp8 and int8, of MX and of NVFP4. Integers in groups are served with wide activations (W4A16, W8A16).
+    They do for fp8, int8, MX and NVFP4. For grouped integers they keep activations unquantized (W4A16, W8A16).
     """
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
@@ -243,7 +248,7 @@ def quantizes_activations(dtype: str) -> bool:
 
 
 def block_words(dtype: str) -> str:
-    """What a format's blocks are, in a few words; "" for a dtype without any."""
+    """A short description of a format's blocks and scales for the user; "" for a dtype without blocks."""
     blocks = BY_NAME[dtype].blocks if dtype in BY_NAME else None
     if blocks is None:
         return ""
@@ -254,9 +259,7 @@ def block_words(dtype: str) -> str:
 
 
 def nbytes_in(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a tensor of `shape` after a cast to `dtype`, in a file: the scales of a storage dtype included, and packed where
-    its codes take less than a byte.
-    """
+    """Bytes in a file of a tensor of `shape` after a cast to `dtype`, with scales, and with codes of less than a byte packed."""
     row = BY_NAME[dtype]
     if row.blocks is not None:
         return sum(part.nbytes for part in parts(shape, row.blocks, row.bits, row.torch_name))
@@ -265,7 +268,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """The dtype that holds the values of all the computed ones among these; float32 where there is none."""
+    """The smallest compute dtype that can represent all values of the compute dtypes in `stored`; float32 if there are none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

@@ -1,4 +1,4 @@
-"""What can go wrong, said to the user in one sentence: what, where, what to do."""
+"""Exceptions whose messages are written for the user. Each is one sentence: what went wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dtype_engine.core.text import printable
 
 
 def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> str:
-    """What an exception says, in one line of at most `most` characters that is safe to show; its type where it says nothing.
+    """The message of an exception as one printable line of at most `most` characters; its type's name if the message is empty.
 
-    with_type: the type comes before what it says, as in "KeyError: 'weight'".
+    with_type: put the type's name before the message, as in "KeyError: 'weight'".
     """
     name = type(error).__name__
     text = printable(" ".join(str(error).split()), most)
@@ -17,7 +17,7 @@ def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> 
 
 
 class UserError(Exception):
-    """Bad input. The message is shown as it is; on the command line the exit status is 2.
+    """Bad input. The message is shown to the user unchanged; on the command line the exit status is 2.
 
     Example:
         >>> try:
@@ -29,7 +29,7 @@ class UserError(Exception):
 
     @property
     def sentence(self) -> str:
-        """The message with its hints as names, for what shows it to somebody who has keys and no options."""
+        """The message with placeholders for its hints, so that the app can fill in keys where the command line has options."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -37,10 +37,10 @@ class UserError(Exception):
 
 
 class PatternError(UserError):
-    """A pattern that can't be read.
+    """A pattern can't be parsed.
 
     Attributes:
-        position: The character to blame, counted from 0; None where no single one is.
+        position: Index (from 0) of the character that caused the error; None if no single character did.
 
     Example:
         >>> try:
@@ -56,11 +56,11 @@ class PatternError(UserError):
 
 
 class TooSlow(PatternError):
-    """A pattern that can be read and takes too long to match."""
+    """A pattern is valid, but matching it takes too long."""
 
 
 class NoForward(UserError):
-    """There is no forward pass for this model here; the message says why and what would give one.
+    """This model can't be run here; the message says why, and what would make a forward pass possible.
 
     Example:
         >>> import torch
@@ -76,9 +76,9 @@ class KernelError(UserError):
     """An operation has no kernel for a dtype on this device.
 
     Attributes:
-        module, operation: The module that was running, and torch's name of what it called.
-        dtype, device: Those that have no kernel.
-        nearest: A dtype that works there; None where none was found.
+        module, operation: The module that was running, and torch's name for the operation that it called.
+        dtype, device: The dtype and device for which the kernel is missing.
+        nearest: A dtype for which the operation works on this device; None if none was found.
 
     Example:
         >>> print(de.KernelError("mlp", "linear", "float64", "mps", "float32", "not implemented"))
@@ -93,18 +93,18 @@ class KernelError(UserError):
         self.dtype = dtype
         self.device = device
         self.nearest = nearest
-        self._made_of = module, operation, dtype, device, nearest, reason
+        self._arguments = module, operation, dtype, device, nearest, reason
 
     def __reduce__(self) -> tuple[type[KernelError], tuple[str | None, ...]]:
-        return type(self), self._made_of  # it comes out of another process with all it says
+        return type(self), self._arguments  # an error that comes from another process keeps its attributes
 
 
 class OutOfReach(UserError):
-    """What was asked for can't be met. On the command line the exit status is 1: the answer is no."""
+    """The limit or target that the user set can't be met. On the command line the exit status is 1."""
 
 
 class Cancelled(Exception):
-    """The user, or a newer command, stopped what was under way.
+    """The user or a newer command cancelled the running work.
 
     Example:
         >>> try:

@@ -1,4 +1,4 @@
-"""Code that is not ours and calls `sys.exit`: an error of that code like any other, not the end of whoever runs it."""
+"""Handles model code that calls `sys.exit`: it becomes an ordinary error and does not end this program."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from contextlib import contextmanager
 
 
 class ExitCalled(RuntimeError):
-    """What ran in the block of `exits_as_errors` called `sys.exit`, `exit` or `quit`, or raised SystemExit by itself."""
+    """Code in an `exits_as_errors` block called `sys.exit`, `exit` or `quit`, or raised SystemExit itself."""
 
 
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Within the block, which runs a model's code, a SystemExit becomes an `ExitCalled`.
+    """Turn a SystemExit in the block, which runs a model's code, into an `ExitCalled`.
 
-    A SystemExit is no Exception: what turns errors of such code into sentences lets it by, and the program ends without a word,
-    with the status that the code chose. 0 reads as a limit that was kept.
+    `except Exception` does not catch SystemExit, so it would end the program without a message, with a status that the model's
+    code chose. Status 0 would then wrongly mean that the user's limit was met.
     """
     try:
         yield

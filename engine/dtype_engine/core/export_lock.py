@@ -1,9 +1,9 @@
-"""Locks of unfinished exports: they tell what a killed process left behind from what a living one still writes.
+"""Locks on unfinished exports, which distinguish what a killed process left behind from what a running one still writes.
 
-An export to `out` is written to a folder beside it, `.out.partial-HOST.*`. What it replaces waits in another,
-`.out.replaced-HOST.*`, until its successor is in place. The writer keeps both locked. A lock ends with its process, whatever
-ends that, and is not fooled by numbers of processes that are given again. The name has the machine, since a lock may not reach
-over a network.
+An export to `out` is written to a folder next to it, `.out.partial-HOST.*`. A folder that it replaces is moved to
+`.out.replaced-HOST.*` until the new one is in place. The writer holds a lock on both. The system releases a lock when its process
+ends for any reason, and unlike a process ID a lock is never reused by another process. The names include the host, because
+locks may not work across a network file system.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from pathlib import Path
 
 PARTIAL, REPLACED = "partial", "replaced"
 OLD = "old"
-"""What the folder that is to be replaced is called where it waits."""
+"""The name, inside the `replaced` folder, of the folder that is being replaced."""
 _UNLOCKED_S = 60.0
-"""For longer than this no living process leaves a new folder empty and unlocked."""
+"""Seconds for which a new folder may be empty and unlocked; a running process fills or locks it sooner."""
 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of an empty folder while the block runs, which may fill and rename it."""
+    """Lock an empty folder while the block runs. The block may fill and rename the folder."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -40,8 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """A folder that is to be made beside an export's target: whoever makes it knows its name before it is there, and so what to
-    remove whenever a signal comes.
+    """A new name for a folder next to an export's target. The writer knows the name before it makes the folder, so it can remove
+    the folder whenever a signal arrives.
     """
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 
@@ -51,8 +51,9 @@ def _prefix(target: Path, purpose: str) -> str:
 
 
 def recover_stale(target: Path) -> None:
-    """Clear up after exports to `target` on this machine whose processes are gone: what they had begun is removed, and what
-    they were about to replace has its name again if nothing else took it.
+    """Clean up after exports to `target` on this machine whose processes have ended.
+
+    Unfinished folders are removed. A folder that was being replaced is moved back to `target` if nothing else is there.
     """
     ours = re.compile(
         "|".join(f"{re.escape(_prefix(target, purpose))}[0-9a-f]{{16}}" for purpose in (PARTIAL, REPLACED))
@@ -68,7 +69,7 @@ def _clear_up(folder: Path, target: Path) -> None:
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer lives
         if not os.listdir(folder) and time.time() - folder.stat().st_mtime < _UNLOCKED_S:
-            return  # its writer may be about to lock it
+            return  # its writer may not have locked it yet
         if (folder / OLD).is_dir() and not os.path.lexists(target):
             os.rename(folder / OLD, target)
         shutil.rmtree(folder)

@@ -1,9 +1,9 @@
-"""Linear layers that runtimes multiply as one: which weights belong together. Without torch.
+"""Groups of linear layers that runtimes fuse into one matrix. Does not import torch.
 
-vLLM and SGLang put q/k/v, gate/up and an expert's w1/w3 into one matrix when they load a model, so the members of a group must have
-one format, and in NVFP4 one scale of the tensor. The names are those that llm-compressor shares it among (`FUSED_LAYER_NAMES` of
-`llmcompressor/observers/helpers.py`): a checkpoint whose members have different ones is loaded with the largest, and computes
-something else (vLLM's `CompressedTensorsW4A4Fp4.process_weights_after_loading` warns of it).
+vLLM and SGLang concatenate q/k/v, gate/up and an expert's w1/w3 when they load a model, so the members of a group must have the
+same format and, in NVFP4, the same tensor scale. If tensor scales differ, vLLM loads all members with the largest and the values
+change (`CompressedTensorsW4A4Fp4.process_weights_after_loading` warns of it). The groups are those for which llm-compressor
+shares the tensor scale (`FUSED_LAYER_NAMES` in `llmcompressor/observers/helpers.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """The names that a weight's group would have, its own among them, whether they are there or not; () for a weight of none."""
+    """The names of all weights in a weight's fused group, itself included, even if the model lacks some; () if it has no group."""
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -31,7 +31,7 @@ def siblings(name: str) -> tuple[str, ...]:
 
 
 def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
-    """The groups among these names of weights with two members or more, each in the order in which a runtime puts it."""
+    """The fused groups with at least two members in `names`. Members are in the order in which runtimes concatenate them."""
     known = dict.fromkeys(names)
     groups = dict.fromkeys(siblings(name) for name in known)
     present = (tuple(member for member in group if member in known) for group in groups)
@@ -39,9 +39,9 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """The weights that share the scale of the tensor under a plan (dtypes by name): each with all of its group that do.
+    """For each weight that shares its tensor scale under a plan (dtypes by name): all weights that share it, itself included.
 
-    Those are the members of a group that are in a format with such a scale. A weight that shares with none is left out.
+    These are the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
@@ -54,9 +54,7 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """The weights among `names` that one shares the scale of the tensor with when its whole group is in `dtype`, itself among
-    them; () where it shares with none.
-    """
+    """The weights in `names` that share the tensor scale of `name` if its whole group is in `dtype`; () if it shares with none."""
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)
@@ -69,11 +67,11 @@ def _has_tensor_scale(dtype: str) -> bool:
 
 
 def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """The groups that `is_split`."""
+    """The fused groups whose members have different formats under a plan, as defined by `is_split`."""
     return tuple(group for group in fused_groups(planned) if is_split(group, planned))
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Whether weights of a group are in different formats, one of them a storage format at least: no fused kernel takes them."""
+    """Whether a group's weights have different formats, at least one of them a storage format; no fused kernel supports that."""
     formats = {planned[member] for member in group}
     return len(formats) > 1 and not formats.isdisjoint(dtypes.STORAGE_DTYPES)

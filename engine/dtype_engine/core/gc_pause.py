@@ -1,4 +1,4 @@
-"""The garbage collector, left off where it would find nothing."""
+"""Turns the garbage collector off while code makes many objects that stay alive."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused(freeze: bool = False) -> Iterator[None]:
-    """Leave the collector off while the block makes very many objects that live on: it would look through them again and again.
+    """Turn the garbage collector off during the block. Use it for code that makes very many long-lived objects, which the
+    collector would otherwise scan again and again without freeing any.
 
-    freeze: what was made until the end of the block is never looked through, as it lives as long as the program. Only the first
-    such block of a process freezes: what a process that opens many models makes later is not kept.
+    freeze: exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as
+    long as the program. Only the first such block of a process freezes, so that models which are opened later can be freed.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""Memory that was freed, and the system does not have back yet."""
+"""Returns freed memory to the operating system."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system: glibc keeps it otherwise, and the process would look as large as before."""
+    """Return freed memory to the system. glibc otherwise keeps it, and the process would still appear as large as before."""
     if sys.platform.startswith("linux"):
         try:
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,6 +1,6 @@
-"""What a sentence tells the user to do where the command line has an option for it and the app a key.
+"""Hints in messages: what the user can do, which is an option on the command line and a key in the app.
 
-The sentence holds the hint's name, as in "m takes no sounds; {hint:no-sound}"; where it is shown, `fill_hints` puts the words in.
+A message contains a placeholder, as in "m takes no sounds; {hint:no-sound}". `fill_hints` replaces it when the message is shown.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 
 
 def hint(name: HintName) -> str:
-    """The place of a hint in a sentence."""
+    """The placeholder of a hint in a message."""
     return f"{{hint:{name}}}"
 
 
 def fill_hints(sentence: str, words: Mapping[HintName, str]) -> str:
-    """A sentence with its hints in words. Braces that are no hint, such as those in a file's name, stay."""
+    """A message with the placeholders of its hints replaced. Other braces, such as those in a file's name, stay."""
     by_name = {str(name): text for name, text in words.items()}
     return _PLACE.sub(lambda found: by_name.get(found[1], found[0]), sentence)

@@ -1,4 +1,4 @@
-"""Which files may be inputs, and what a line typed by the user asks for."""
+"""Checks input files, and parses the line in which the user of the app types the inputs of a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
 
 
 def check_files(options: Options) -> None:
-    """Raise UserError for an input file that can't be read, before anything is loaded."""
+    """Raise UserError for an input file that can't be read, or for inputs that exclude each other, before anything is loaded."""
     for path in options.texts:
         read_text(path)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
@@ -35,10 +35,10 @@ def check_files(options: Options) -> None:
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:
-    """The options with what a line asks for: a prompt, or the paths of text, image, sound or tensor files.
+    """The options with the inputs that a line names: a prompt, or the paths of text, image, sound or tensor files.
 
-    Text takes the place of the text before, an image that of the images; a tensor file that of everything. An empty line
-    goes back to the defaults. Raises UserError for a file that can't be read.
+    New text replaces the earlier text, new images replace the earlier images, and a tensor file replaces all other inputs. An
+    empty line restores the defaults. Raises UserError for a file that can't be read.
     """
     text = line.strip()
     if not text:
@@ -60,7 +60,7 @@ def parse_inputs_line(options: Options, line: str) -> Options:
         found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
         tensors = [path for path in paths if _kind(path) == "tensors"]
         if tensors and len(paths) > 1:
-            raise UserError("a tensor file stands alone: it has all the arguments of a forward pass")
+            raise UserError("a tensor file has all the arguments of a forward pass: don't name other files with it")
         if tensors:
             changed = dataclasses.replace(parse_inputs_line(options, ""), tensors=tensors[0])
         else:
@@ -77,7 +77,7 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """The files that a line names; None when it is a prompt."""
+    """The files that a line names; None if it is a prompt. Raises UserError if all words look like files and one is missing."""
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

@@ -1,4 +1,4 @@
-"""How long a job will go on, guessed from its pace so far."""
+"""Estimates the remaining time of a job from its pace so far."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Callable
 
 _PACE_S = 2.0
 _PACE_SHARE = 0.02
-"""The pace of a job is told once it ran so long and did so much."""
+"""An estimate is given once a job has run for this many seconds and done this share of its work."""
 
 
 class JobPace:
-    """Follows one job after the other by the share of each that is done, from 0 to 1. clock: seconds."""
+    """Follows jobs that run one after another, by the share of each that is done, from 0 to 1. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._job = ""
         self._share: float | None = None
         self._begun: tuple[float, float] | None = None
-        """When the share of what runs was first known, and what it was."""
+        """The time at which the share of the running job was first known, and that share."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """So much of this job is done; None: that is not known. One that has done less than before has begun anew."""
+        """Note that `share` of a job is done; None if unknown. A share below the last one means that the job has restarted."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):
@@ -30,7 +30,7 @@ class JobPace:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the job will go on at the pace so far; None while that can't be told."""
+        """The job's remaining time at its pace so far; None while that can't be estimated."""
         if self._begun is None or self._share is None:
             return None
         since, first = self._begun

@@ -1,4 +1,4 @@
-"""How far a job is, told by one of its parts."""
+"""Turns the progress of one part of a job into the progress of the whole job."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from functools import partial
 
 
 def part_of(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int) -> Callable[[int], None]:
-    """A function of how much of the part `what` is done, which tells `on_progress(what, done, total)` of the whole job: `before`
-    was done when the part began.
+    """A callback for the part named `what`: given the work done in the part, it calls `on_progress(what, done, total)` for the job.
+
+    before: the work that the job had done when the part began.
     """
-    return partial(_tell, on_progress, what, before, total)
+    return partial(_report, on_progress, what, before, total)
 
 
-def _tell(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int, done: int) -> None:
+def _report(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int, done: int) -> None:
     on_progress(what, before + done, total)

@@ -1,4 +1,4 @@
-"""How much memory this process may fill with what it could compute again."""
+"""How much memory this process may use for caches, whose contents it could compute again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _processes = 1
 
 
 def share_memory(processes: int) -> None:
-    """Say that so many processes share the machine's memory."""
+    """Set how many processes share the machine's memory; each then gets an equal part of the budget."""
     global _processes
     _processes = processes
 
 
 def memory_budget() -> int:
-    """Bytes: a quarter of what is free now, divided by the processes that share it."""
+    """The budget in bytes: a quarter of the memory that is free now, divided by the number of processes that share it."""
     return int(psutil.virtual_memory().available // 4 // _processes)

@@ -1,4 +1,4 @@
-"""How far the opening of a model is. Nearly all of its time goes into imports, so Python's modules are counted."""
+"""Progress of opening a model. Imports take nearly all of the time, so progress is the number of imported Python modules."""
 
 from __future__ import annotations
 
@@ -7,24 +7,25 @@ import threading
 from collections.abc import Callable
 
 _MODULES = {"checkpoint": 3000, "python": 1300}
-"""Modules that there are once a model of a kind is opened, about: 3,003 with transformers 5.23, which code that makes its own
-model may not need.
+"""About how many Python modules are imported once a model of each kind is open. transformers 5.23 brings 3,003; a Python file
+that builds its own model may not import transformers.
 """
 _INTERVAL_S = 0.2
 _MOST = 0.95
-"""The share that imports can reach: making the model and its inputs comes after them."""
+"""The largest share that imports alone can reach, because the model and its inputs are made after them."""
 
 READING_INPUTS = "reading the inputs"
-"""The last step: a long text takes as long as it takes, whatever was imported before."""
+"""The last step. Its time depends on the length of the inputs and not on imports, so its total is unknown."""
 
 
 class OpeningProgress:
-    """Calls `tell(step, done, total)` when a step begins, and five times a second until the end of the `with` block, from a thread
-    of its own: an import says nothing by itself. A total of 0: nothing says how far the step is.
+    """Calls `report(step, done, total)` when a step begins, and then five times a second until the `with` block ends.
+
+    Imports report no progress themselves, so a separate thread makes these calls. A total of 0 means that it is unknown.
     """
 
-    def __init__(self, tell: Callable[[str, int, int], None], kind: str) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[str, int, int], None], kind: str) -> None:
+        self._report = report
         self._total = _MODULES[kind]
         self._step = ""
         self._lock = threading.Lock()
@@ -32,9 +33,9 @@ class OpeningProgress:
         self._thread = threading.Thread(target=self._watch, name="dtype-engine-opening", daemon=True)
 
     def __call__(self, step: str) -> None:
-        """This is done now, in a few words."""
+        """Begin the step that `step` describes in a few words."""
         self._step = step
-        self._tell_now()
+        self._report_now()
 
     def __enter__(self) -> OpeningProgress:
         self._thread.start()
@@ -42,14 +43,14 @@ class OpeningProgress:
 
     def __exit__(self, *exception: object) -> None:
         self._ended.set()
-        self._thread.join()  # nothing is told after this
+        self._thread.join()  # no report follows the end of the block
 
     def _watch(self) -> None:
         while not self._ended.wait(_INTERVAL_S):
             if self._step:
-                self._tell_now()
+                self._report_now()
 
-    def _tell_now(self) -> None:
-        with self._lock:  # of two threads, the last one tells of the newest step
+    def _report_now(self) -> None:
+        with self._lock:  # if both threads report at once, the last report is of the newest step
             done = min(len(sys.modules), int(_MOST * self._total))
-            self._tell(self._step, done, 0 if self._step == READING_INPUTS else self._total)
+            self._report(self._step, done, 0 if self._step == READING_INPUTS else self._total)

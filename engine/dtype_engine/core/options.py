@@ -1,4 +1,4 @@
-"""What a user may ask for when opening a model."""
+"""The options for opening and running a model."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How the candidate is run; the reference knows none of it.
-
-    Attributes:
-        compute: The dtype that storage-only weights come back to where no activation says which.
-        autocast: Run under `torch.autocast` in this dtype, None for not.
-        float_inputs: Floating inputs as given, or in the dtype of the model's first weight, as `inputs.to(model.dtype)` does.
-        quantize_activations: Whether the input of a matrix product whose weight is quantised is rounded as well, in that weight's
-            format, as runtimes do that serve W8A8 and W4A4: "weights", or "none".
+    """How the candidate is run. The reference ignores these settings.
 
     Example:
         >>> print(de.RunSettings(autocast="bfloat16"))
@@ -25,12 +18,20 @@ class RunSettings:
     """
 
     compute: str = "float32"
+    """The dtype to which storage-only weights are dequantized if no activation determines it."""
     autocast: Literal["bfloat16", "float16"] | None = None
+    """Run under `torch.autocast` in this dtype; None runs without autocast."""
     float_inputs: Literal["given", "model"] = "given"
+    """Whether floating-point inputs stay unchanged ("given") or are cast to the dtype of the model's first weight ("model"), as
+    `inputs.to(model.dtype)` does.
+    """
     quantize_activations: Literal["none", "weights"] = "none"
+    """Whether the input of each matrix product with a quantised weight is also rounded to the weight's format ("weights"), as in
+    runtimes that serve W8A8 and W4A4.
+    """
 
     def of_weights(self) -> RunSettings:
-        """What of it belongs to single weights, for scans and causes: neither autocast nor the dtype of inputs."""
+        """These settings without autocast and `float_inputs`, which do not depend on single weights; for scans and causes."""
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
@@ -45,52 +46,51 @@ class RunSettings:
 class Options:
     """How to open and run a model.
 
-    Attributes:
-        device: "cpu", "cuda" or "auto" (cuda where there is one that works).
-        prompts, texts: Calibration text; each prompt and each text file is one sequence or, when it is long, several. A `.jsonl`
-            file has an object with `text`, `prompt` or `messages` on every line.
-        chat: Prompts are what a user says: they go through the tokenizer's chat template.
-        sequence_length, sequences: How many tokens a sequence has at most, and how many sequences there are at most.
-        images, audio: Files for the model's own processor.
-        tensors: A file of the forward pass's own arguments by name, instead of all the other inputs.
-        weights: A checkpoint to load into the module of a Python file.
-        architecture: The class whose module a checkpoint's tensors go into; None for the one that its config.json names.
-        trust_pickle, trust_remote_code: Run code that comes with the model, as the user says it is safe.
-        download: Fetch a model that is not in the local cache.
-        reference_bytes: How many bytes of outputs are kept for the next measurement; None for a quarter of the memory that is free,
-            2 GiB at most.
-        precision: The relative standard error of the drift at which a measurement ends; None to run all inputs.
-        floor: Whether to measure the noise floor: "auto" where a reading is near it, and while nothing else is to be done.
-        modules: In which sequences modules' outputs are compared: "some" for the first and as many more as are a quarter of the
-            inputs, "exact" for all.
-        settings: How the candidate is run.
-        threads: How many threads torch computes with; None for its own choice.
-        workers: Who scans, looks for causes and measures several recipes for the app: so many processes, or the cluster at an
-            address such as `tcp://HOST:8786`; None for the app's one engine. A `Session` itself works in its own process.
-
     Example:
         >>> de.Options(device="cpu", sequence_length=128).sequence_length
         128
     """
 
     device: str = "auto"
+    """The torch device: "cpu", "cuda", or "auto", which uses cuda if it works."""
     prompts: tuple[str, ...] = ()
+    """Calibration prompts. Each is one sequence, or several if it is long."""
     texts: tuple[Path, ...] = ()
+    """Calibration text files, split like prompts. Each line of a `.jsonl` file is an object with `text`, `prompt` or `messages`."""
     chat: bool = False
+    """Format prompts as a user's messages with the tokenizer's chat template."""
     sequence_length: int | None = None
+    """The most tokens that a sequence may have."""
     sequences: int | None = None
+    """The most sequences that are run."""
     images: tuple[Path, ...] = ()
+    """Image files for the model's own processor."""
     audio: tuple[Path, ...] = ()
+    """Sound files for the model's own processor."""
     tensors: Path | None = None
+    """A file with all arguments of the forward pass by name, used instead of the other inputs."""
     weights: Path | None = None
+    """A checkpoint to load into the module of a Python file."""
     architecture: str | None = None
+    """The class of the module that a checkpoint is loaded into; None for the class that its config.json names."""
     trust_pickle: bool = False
+    """Allow unpickling the model's files, which can run any code that they contain."""
     download: bool = False
+    """Download a model that is not in the local cache."""
     trust_remote_code: bool = False
+    """Allow running the Python code that comes with the model."""
     reference_bytes: int | None = None
+    """The most bytes of reference outputs kept for later measurements; None: a quarter of the free memory, at most 2 GiB."""
     precision: float | None = None
+    """The relative standard error of the drift at which a measurement stops; None to run all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"
+    """When to measure the noise floor. "auto": if a drift report is near it, or when the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
+    """In which sequences modules' outputs are compared. "some": the first, and more up to a quarter of the inputs. "exact": all."""
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
+    """How many threads torch computes with; None for torch's default."""
     workers: int | str | None = None
+    """Where the app runs scans, causes and measurements of several recipes: in this many processes, or on the cluster at an address
+    such as `tcp://HOST:8786`; None for the app's single engine. A `Session` always works in its own process.
+    """

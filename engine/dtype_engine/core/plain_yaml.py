@@ -1,5 +1,5 @@
-"""The YAML that our own files are written in: texts, numbers, lists and mappings. What else YAML can do is refused, since a
-few hundred bytes of it can take all the memory.
+"""Reads the part of YAML that this program's files use: strings, numbers, lists and mappings. Anchors, aliases and deep nesting
+are refused, because a few hundred bytes of them can exhaust the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _LONGEST_NUMBER = 100
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """`SafeLoader` without anchors and aliases, and with an end to nesting and to the digits of a number."""
+    """`SafeLoader` without anchors and aliases, and with limits on nesting and on the digits of a number."""
 
     _depth = 0
 
@@ -35,7 +35,7 @@ class _PlainLoader(yaml.SafeLoader):
             self._depth -= 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Raises MarkedYAMLError for a value that its own type refuses, such as a 45th of the month."""
+        """Raises MarkedYAMLError for a value that its type does not allow, such as the 45th day of a month."""
         try:
             if node.tag == "tag:yaml.org,2002:int" and len(str(node.value)) > _LONGEST_NUMBER:
                 raise ValueError("so many digits")
@@ -43,17 +43,17 @@ class _PlainLoader(yaml.SafeLoader):
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
             kind = node.tag.rpartition(":")[2]
             value = printable(str(node.value), 40) if isinstance(node, yaml.ScalarNode) else "this"
-            raise yaml.MarkedYAMLError(problem=f"{value} is no valid {kind}", problem_mark=node.start_mark) from None
+            raise yaml.MarkedYAMLError(problem=f"{value} is not a valid {kind}", problem_mark=node.start_mark) from None
 
 
 def load_yaml(text: str) -> Any:
-    """What a text of YAML says. Raises UserError with the reason and the line."""
+    """Parse YAML. Raises UserError with the reason and the line."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None)
-        raise UserError(f"no valid YAML{where}" + (f": {printable(str(problem), 120)}" if problem else "")) from None
+        raise UserError(f"not valid YAML{where}" + (f": {printable(str(problem), 120)}" if problem else "")) from None
     except RecursionError:
-        raise UserError("no valid YAML: it is nested too deep") from None
+        raise UserError("not valid YAML: it is nested too deep") from None

@@ -1,4 +1,4 @@
-"""Files that somebody names: opened only where they are plain files, so that a pipe or a device holds nothing up."""
+"""Opens files that the user names, but only regular files: reading a pipe or a device could block forever."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ _PIECE_BYTES = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """A file opened for reading. Raises UserError for what is no plain file (a named pipe would be waited for, a device
-    might never end), and OSError where it can't be opened.
+    """Open a regular file for reading.
+
+    Raises UserError for anything else (opening a named pipe would block, a device might never end), and OSError if it can't open.
     """
     _refuse_special(path, os.stat(path))
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        _refuse_special(path, os.fstat(number))  # another may stand there by now
+        _refuse_special(path, os.fstat(number))  # another file may have replaced it since the first check
         return os.fdopen(number, "rb")
     except BaseException:
         os.close(number)
@@ -30,10 +31,10 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """All of a file. Raises UserError as `open_regular` does, and for one of more than `most` bytes; OSError."""
+    """The whole content of a file. Raises UserError and OSError as `open_regular` does; UserError also above `most` bytes."""
     content = bytearray()
     with open_regular(path) as file:
-        # To ask for all that it may have at once would take so much memory for a small file, too.
+        # A single read of `most` bytes would allocate that much memory even for a small file.
         while len(content) <= most and (piece := file.read(_PIECE_BYTES)):
             content += piece
     if len(content) > most:
@@ -43,7 +44,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Raise UserError where reading `what`, a path or words with one, fails with an OSError."""
+    """Turn an OSError of the block into a UserError that says it can't read `what`: a path, or a phrase that names one."""
     try:
         yield
     except OSError as error:
@@ -58,7 +59,7 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A text file. Raises UserError that says what is wrong with it."""
+    """The content of a UTF-8 text file. Raises UserError if it can't be read, is not UTF-8 or is empty."""
     try:
         with reading(path), open_regular(path) as file:
             text = io.TextIOWrapper(file, encoding="utf-8").read()

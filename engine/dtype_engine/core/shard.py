@@ -1,4 +1,4 @@
-"""A share of work that is split over jobs which know nothing of each other."""
+"""Splits work over jobs that run independently, such as the tasks of a Slurm job array."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SLURM = "SLURM_ARRAY_TASK_"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Share `number` of `count`, counted from 1."""
+    """One of `count` shares of the work; `number` counts from 1."""
 
     number: int
     count: int
@@ -26,7 +26,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Read `3/16`, or `slurm` for what the environment of a Slurm job array says. Raises UserError."""
+        """Parse `3/16`, or `slurm`, which takes the share from the environment variables of a Slurm job array. Raises UserError."""
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
@@ -47,11 +47,11 @@ class Shard:
                 f"--shard slurm: {_SLURM}ID, _MIN, _STEP and _COUNT are not all set; start it by sbatch --array, or write 3/16"
             ) from None
         if not 1 <= number <= count:
-            raise UserError(f"--shard slurm: {_SLURM}ID {task} is none of the {count} tasks from {first} on")
+            raise UserError(f"--shard slurm: {_SLURM}ID {task} is not one of the {count} tasks that begin with {first}")
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Its share of `parts`: every `count`-th, so that neighbours, which take about as long, are spread."""
+        """This shard's share of `parts`: every `count`-th part. Neighbours take similar time, so this balances the shards."""
         return parts[self.number - 1 :: self.count]
 
 

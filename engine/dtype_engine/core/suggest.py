@@ -1,16 +1,16 @@
-"""The name that somebody meant."""
+"""Suggests the known name that is nearest to a mistyped one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 _LONGEST = 200
-"""Characters. The comparison takes their square in time, and no name that was mistyped is as long."""
+"""Longest name compared, in characters: the time grows with the square of the length, and typed names are shorter."""
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most like `word`; None where none has at least `cutoff` (0 to 1) of it in common."""
-    import difflib  # only a mistake needs it
+    """The known name most similar to `word`; None if no similarity (0 to 1, as `difflib` defines it) reaches `cutoff`."""
+    import difflib  # imported only when there is a mistake to correct
 
     if len(word) > _LONGEST:
         return None

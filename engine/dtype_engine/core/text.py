@@ -1,4 +1,4 @@
-"""Text that comes from files, made safe to show: names are text, never commands to the terminal."""
+"""Makes text from files safe to show, so that it can't send control sequences to the terminal."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ _BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x20
 
 
 def printable(text: str, limit: int = 80) -> str:
-    """`text` with everything that could move the cursor or turn the writing around escaped, at most `limit`
-    characters.
-    """
+    """`text` cut to `limit` characters, with all control and text-direction characters escaped."""
     clipped = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(
         character if character.isprintable() and character not in _BIDIRECTIONAL else _escaped(character)
@@ -17,7 +15,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def without_controls(text: str) -> str:
-    """`text` of several lines with all else escaped that `printable` escapes."""
+    """`text` with every character escaped that `printable` escapes, except line breaks."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 

@@ -1,4 +1,4 @@
-"""How often progress is reported."""
+"""Limits how often progress is reported."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ INTERVAL_S = 0.1
 
 
 class Throttle:
-    """Limits reports to one in `every` times `INTERVAL_S`. `first`: whether the very first passes, or only one that long after
-    creation.
+    """Allows one report per `every` times `INTERVAL_S` seconds.
+
+    first: whether a report is due at once, or only after the first interval.
     """
 
     def __init__(self, first: bool = True, every: float = 1.0) -> None:
@@ -18,7 +19,7 @@ class Throttle:
         self._last = -math.inf if first else time.perf_counter()
 
     def due(self, last: bool = False) -> bool:
-        """Whether to report now. `last`: no report follows, so this one passes."""
+        """Whether to report now. `last`: this is the final report, which is always due."""
         now = time.perf_counter()
         if not last and now - self._last < self._every * INTERVAL_S:
             return False

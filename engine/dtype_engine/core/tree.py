@@ -1,7 +1,7 @@
-"""Modules and tensors as a tree, without torch: what the screen shows and what patterns match against.
+"""A model's modules and tensors as a tree: the screen shows it and patterns are matched against it. Does not import torch.
 
-A tree comes from a checkpoint's headers at first (`from_tensors`, classes unknown) and from the live model
-as soon as there is one (`runtime.model.live`), which adds module classes, tied weights and buffers.
+The first tree of a checkpoint is made from its headers (`from_tensors`), without module classes. Once the live model exists, a
+second tree is made from it (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations
@@ -21,39 +21,38 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
-"""Parts between dots of a module's name: names that lie deeper would take memory with the square of that."""
+"""The most parts, separated by dots, that a module's name may have: the tree's memory grows with the square of this number."""
 Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the model as it is stored, before any cast.
-
-    `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `packed_bytes`
-    has the bytes of a dtype that only its format knows (GGUF's blocks, whose values are float32). `uncastable_reason` says why
-    a tensor is never cast where its dtype alone does not (it is part of a quantised weight). `quantized`: a storage-only dtype
-    that comes with the scales of this program, as an exported checkpoint has it. `made_on_load`: the files do not hold it, the
-    model makes it, so it has no bytes among those stored or planned. `stored_as`: its names in the files where they are others,
-    several where it is packed of several tensors; patterns go by either. `meant`: the parameters that a part of a quantised
-    weight stands for, where those are not its elements. `numel` elements, `nbytes` bytes as stored, the scales included.
-    """
+    """One tensor of the model as it is stored, before any cast."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Kind = "parameter"
     aliases: tuple[str, ...] = ()
+    """The other names of a tied weight, which is one tensor: it is listed and counted once, under `name`."""
     packed_bytes: int | None = None
+    """Bytes as stored, for a dtype whose bytes only the file format knows, such as GGUF's blocks."""
     uncastable_reason: str | None = None
+    """Why the tensor is never cast, if its dtype alone is not the reason: for example, it is part of a quantised weight."""
     quantized: bool = False
+    """Whether its dtype is a storage-only one and the file also holds its scales, as in a checkpoint that this program exported."""
     made_on_load: bool = False
+    """Whether the model makes this tensor and the files do not hold it; its bytes then count as neither stored nor planned."""
     stored_as: tuple[str, ...] = ()
-    meant: int | Literal["unknown"] | None = None
+    """Its names in the files, if they differ from `name`: several if the model packs several tensors. Patterns match either."""
+    logical_numel: int | Literal["unknown"] | None = None
+    """For a part of a quantised weight: how many parameters it represents. None: as many as it has elements."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
+    """Bytes as stored, scales included."""
 
     def __post_init__(self) -> None:
-        # Summed over and over, for trees of 90 000 tensors on the way to the next frame: worked out once.
+        # Trees have up to 90,000 tensors and every frame sums over them, so these are computed only once.
         numel = math.prod(self.shape)
         known = dtypes.BY_NAME.get(self.dtype)
         nbytes = self.packed_bytes if self.packed_bytes is not None else numel * known.bits // 8 if known else 0
@@ -64,48 +63,47 @@ class TensorInfo:
 
     @property
     def persistent(self) -> bool:
-        """Whether a checkpoint holds it (parameters and persistent buffers)."""
+        """Whether a checkpoint holds this tensor: it is a parameter or a persistent buffer."""
         return self.kind != "non-persistent buffer"
 
     @property
     def parameters(self) -> int:
-        """How many parameters it is, or stands for; 0 for a buffer, and where that is not known."""
-        if self.kind != "parameter" or self.meant == "unknown":
+        """How many parameters the tensor represents; 0 for a buffer, and if the number is unknown."""
+        if self.kind != "parameter" or self.logical_numel == "unknown":
             return 0
-        return self.numel if self.meant is None else self.meant
+        return self.numel if self.logical_numel is None else self.logical_numel
 
     @property
     def counted(self) -> bool:
-        """Whether its bytes are among those stored and planned."""
+        """Whether its bytes count as stored and planned bytes."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change its dtype: only tensors in a dtype that is computed in are ever cast, and blocks that can be
-        dequantized.
-        """
+        """Whether a rule may change its dtype. Only tensors in a compute dtype, and blocks that can be dequantized, are cast."""
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name it goes by, its own first."""
+        """All its names: its own first, then its aliases."""
         return (self.name, *self.aliases)
 
 
 @dataclass(slots=True)
 class Module:
-    """A node of the tree. `tensors` are its own, by local name; a tied alias shows the tensor it is tied to.
-
-    `first` and `end`: the tensors at or below it, as indices into `Tree.order`.
-    """
+    """A node of the tree."""
 
     name: str
     class_name: str | None = None
     children: dict[str, Module] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    """The tensors that the module itself holds, by local name. An alias of a tied weight has the tensor that it is tied to."""
     keep_in_fp32: str | None = None
+    """Why the module stays in float32: the declaration in the model's code, in words; None if there is none."""
     first: int = 0
+    """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
+    """Index in `Tree.order` after the last tensor at or below this module."""
 
     @property
     def label(self) -> str:
@@ -115,19 +113,20 @@ class Module:
 
 @dataclass(slots=True)
 class Totals:
-    """What lies below a node: elements and bytes per dtype, every tied weight once, where it has its own name.
-
-    parameters: what is trained, the values that a packed weight stands for among them. buffers: elements of persistent
-    buffers, which are none. unknown: packed weights that nothing tells the number of values of. tied: bytes per dtype of
-    the weights held here by a further name only; the sums have them elsewhere, so those of children add up to their parent's.
-    """
+    """Elements and bytes per dtype of all tensors at or below a module. A tied weight counts once, under its canonical name."""
 
     elements: dict[str, int] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     parameters: int = 0
+    """The number of parameters, including the values that packed weights represent."""
     buffers: int = 0
+    """Elements of persistent buffers, which are not parameters."""
     unknown: int = 0
+    """How many packed weights represent an unknown number of values."""
     tied: dict[str, int] = field(default_factory=dict)
+    """Bytes per dtype of tied weights that are below the module only as an alias. No other total includes them, so that totals of
+    children add up to the total of their parent.
+    """
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
         self.elements[dtype] = self.elements.get(dtype, 0) + elements
@@ -142,7 +141,7 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """(dtype, its share of the bytes from 0 to 1), the largest share first; of those tied where there are no others."""
+        """(dtype, its share of the bytes from 0 to 1), largest share first. A module with only tied weights shows their dtypes."""
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]
@@ -150,9 +149,9 @@ class Totals:
 
 
 class NodeTotals(Mapping[str, Totals]):
-    """Totals of every module of a tree, by name, each worked out when it is asked for.
+    """The totals of every module of a tree, by name. Each is computed on access.
 
-    Two running sums per dtype over `Tree.order`: a module's totals are differences of them.
+    Running sums per dtype over `Tree.order` are kept; a module's totals are the difference between two positions of each sum.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str] | None) -> None:
@@ -201,11 +200,10 @@ class NodeTotals(Mapping[str, Totals]):
 
 
 class Tree:
-    """A model's modules and tensors by name.
+    """A model's modules and tensors by name, in the model's own order.
 
-    `modules` and `tensors` are in the model's own order; with `by_number` numbered modules are in that of their numbers.
-    `tensors` holds every distinct tensor once; `canonical` answers for every name that a tied weight goes by; `order` has the
-    tensors as they are shown, depth first.
+    `tensors` holds every distinct tensor once, by its canonical name; `canonical` also finds a tied weight by its aliases.
+    `order` lists the tensors depth first, as they are shown. `by_number` sorts numbered modules by their numbers.
     """
 
     def __init__(
@@ -227,7 +225,7 @@ class Tree:
             for name in tensor.aliases:
                 self._canonical[name] = tensor.name
         self.renamed = tuple(tensor for tensor in self.tensors.values() if tensor.stored_as)
-        """Those whose files have other names for them."""
+        """The tensors that have different names in the files."""
         self._tied = [tensor for tensor in self.tensors.values() if tensor.aliases]
         self.order: list[TensorInfo] = []
         if by_number:
@@ -245,7 +243,7 @@ class Tree:
         )
 
     def _put_in_order(self) -> None:
-        """Note the distinct tensors as they are shown, depth first, and where in that order each module's are."""
+        """Fill `order` with the distinct tensors, depth first, and set each module's range in it."""
         stack: list[tuple[Module, bool]] = [(self.root, False)]
         while stack:
             node, done = stack.pop()
@@ -282,17 +280,17 @@ class Tree:
         return made
 
     def canonical(self, name: str) -> TensorInfo | None:
-        """The tensor that `name`, or one of a tied weight's other names, stands for."""
+        """The tensor with this name or alias; None if there is none."""
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Every distinct tensor in the subtree of a module, in order, those last that it holds by another name only."""
+        """Every distinct tensor at or below a module, in order. Tied weights that are there only as an alias come last."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)
 
     def tied_into(self, module: str) -> list[TensorInfo]:
-        """Tied weights that a module holds by a further name and not by their own."""
+        """Tied weights that are at or below a module only as an alias, because their canonical name is elsewhere."""
         inside = f"{module}." if module else ""
         return [
             tensor
@@ -301,7 +299,7 @@ class Tree:
         ]
 
     def walk(self, module: str = "") -> Iterator[Module]:
-        """A module and all below it, depth first, as they are shown."""
+        """A module and all modules below it, depth first, in the order in which they are shown."""
         stack = [self.modules[module]]
         while stack:
             node = stack.pop()
@@ -310,12 +308,12 @@ class Tree:
 
     @cached_property
     def fused_groups(self) -> tuple[tuple[str, ...], ...]:
-        """The weights that runtimes multiply as one, by name."""
+        """Names of the weights that runtimes fuse into one matrix, group by group."""
         return fused_groups(self.tensors)
 
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
-        """The name of every module and distinct tensor as they are shown, depth first; and the same in lower case."""
+        """The names of all modules and distinct tensors, depth first as they are shown, and the same names in lower case."""
         names: list[str] = []
         for node in self.walk():
             prefix = f"{node.name}." if node.name else ""
@@ -326,44 +324,44 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Running sums over `order`: of parameters, of elements of persistent buffers, of weights of unknown size."""
+        """Running sums over `order`: parameters, elements of persistent buffers, and packed weights with an unknown size."""
         parameters, buffers, unknown = [0], [0], [0]
         for tensor in self.order:
             parameters.append(parameters[-1] + tensor.parameters)
             buffers.append(buffers[-1] + (tensor.numel if tensor.kind == "buffer" else 0))
-            unknown.append(unknown[-1] + (tensor.meant == "unknown"))
+            unknown.append(unknown[-1] + (tensor.logical_numel == "unknown"))
         return parameters, buffers, unknown
 
     @cached_property
     def stored_bytes(self) -> int:
-        """Bytes of parameters and persistent buffers as stored, tied ones once."""
+        """Bytes of parameters and persistent buffers as stored; a tied weight counts once."""
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
-        """Sums per module of parameters and persistent buffers, under planned dtypes by tensor name, else as stored."""
+        """Totals per module in the planned dtypes (by tensor name); in the stored dtypes for tensors without a planned one."""
         return NodeTotals(self, planned)
 
 
 def is_number(part: str) -> bool:
-    """Whether a part of a name between dots counts layers, experts or the like: `3` in `model.layers.3.mlp`."""
+    """Whether one part of a dotted name is a number, which counts layers or experts: `3` in `model.layers.3.mlp`."""
     return part.isdecimal()
 
 
 def numbered_parts(name: str) -> list[int]:
-    """Indices of the parts of a dotted name that count layers, experts or the like: [2] of `model.layers.3.mlp`."""
+    """Indices of the parts of a dotted name that are numbers: [2] for `model.layers.3.mlp`."""
     return [index for index, part in enumerate(name.split(".")) if is_number(part)]
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """The modules above a dotted name, nearest first, the root ("") last."""
+    """The names of the modules above a dotted name, from its parent up to the root ("")."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def from_tensors(tensors: Iterable[TensorInfo]) -> Tree:
-    """A tree from tensor names alone: module classes and ties are not known yet.
+    """A tree made only from tensors, without module classes or ties.
 
-    Files often list tensors by the alphabet; numbered modules are put in the order of their numbers.
+    Files often list tensors alphabetically, so numbered modules are sorted by their numbers.
     """
     return Tree(tensors, by_number=True)

@@ -1,4 +1,4 @@
-"""Data out of JSON or YAML, checked against the types of a class before it is believed."""
+"""Validates data from JSON or YAML against the types of a class before it is used."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _WHERE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`$")
 
 
 def as_type(data: object, kind: type[T]) -> T:
-    """`data` (mappings, lists, texts, numbers) as a `kind`: a msgspec.Struct, a data class, or a container of some.
+    """Convert `data` (mappings, lists, strings, numbers) to `kind`: a msgspec.Struct, a dataclass, or a container of these.
 
-    No value is turned into one of another type, but an integer into a float, a text into a Path or a time (ISO 8601) and a list
-    into a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
+    Values keep their types, with these exceptions: an integer may become a float, a string a Path or a time (ISO 8601), and a
+    list a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
     """
     try:
         return msgspec.convert(data, kind, dec_hook=path_of)
@@ -36,7 +36,7 @@ def as_type(data: object, kind: type[T]) -> T:
 
 
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
-    """Raise UserError for a name that is not known, with the nearest one, or all where none is near."""
+    """Raise UserError for the first unknown name. It suggests the nearest known name, or lists them all if none is near."""
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
@@ -45,19 +45,22 @@ def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -
 
 
 def as_plain(data: object) -> Any:
-    """A struct or data class, and all in it, as JSON has it. Paths are absolute: a file may be read in another folder."""
+    """Convert a struct or dataclass, with everything in it, to plain JSON types.
+
+    Paths become absolute, because the result may be read from another working directory.
+    """
     return msgspec.to_builtins(data, enc_hook=_path_text)
 
 
 def path_of(kind: type, value: object) -> Path:
-    """The path that a text is: msgspec's `dec_hook`. Raises ValueError for any other class or value."""
+    """Convert a string to a Path; msgspec calls it as `dec_hook`. Raises ValueError for any other class or value."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)
 
 
 def _path_text(value: object) -> str:
-    """msgspec's `enc_hook`, which has to raise this very error for what it does not know."""
+    """Convert a Path to a string. msgspec calls it as `enc_hook` and requires NotImplementedError for any other type."""
     if not isinstance(value, Path):
         raise NotImplementedError
     return str(value.expanduser().absolute())

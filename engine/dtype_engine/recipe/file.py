@@ -1,4 +1,4 @@
-"""Recipe files: YAML made to be read, edited and compared by people.
+"""Reads and writes recipe files: YAML that people can read, edit and compare.
 
     version: 1
     model: all-MiniLM-L6-v2           # what it was made for
@@ -10,7 +10,7 @@
       kl_mean: 0.0013
       lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
 
-Only `version` and `rules` must be there.
+Only `version` and `rules` are required.
 """
 
 from __future__ import annotations
@@ -41,25 +41,29 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The one entry of `measured` that is a list: the tensors whose cast loses values."""
+"""The only entry of `measured` that is a list: the tensors whose cast makes values infinite or zero."""
 MOST_LOSSES = 1000
-"""Tensors that lose values named in a file."""
+"""The most tensors that a file lists under `lost`."""
 _T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """All that a recipe file says. `settings` is None where it says nothing about how to run."""
+    """The content of a recipe file."""
 
     recipe: Recipe
     model: str | None = None
+    """The model for which the recipe was made; None if the file does not name it."""
     settings: RunSettings | None = None
+    """How the candidate is run; None if the file has no settings."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+    """Figures of an earlier run by name, without `lost`."""
     lost: tuple[ValueLoss, ...] = ()
+    """The tensors whose cast made values infinite or zero in that run."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
-    """Read a recipe file. Raises UserError that names the file, and the rule or entry where one is to blame."""
+    """Read a recipe file. Raises UserError, which names the file and, if possible, the rule or entry that is wrong."""
     try:
         with reading(f"the recipe {path}"):
             text = read_regular(path, _LARGEST).decode()
@@ -79,7 +83,7 @@ def read_recipe_file(path: Path) -> RecipeFile:
         raise UserError(f"{path}: unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
     model = data.get("model")
     if model is not None and not isinstance(model, str):
-        raise UserError(f"{path}: 'model' must be a text")
+        raise UserError(f"{path}: 'model' must be a string")
     with time_limit(MATCHING_S):
         rules = tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))
     settings, measured = data.get("settings"), data.get("measured")
@@ -98,9 +102,9 @@ def read_recipe_file(path: Path) -> RecipeFile:
 
 def _rule(path: Path, number: int, entry: object) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"pattern", "dtype"}:
-        raise UserError(f"{path}: rule {number} needs just 'pattern' and 'dtype'")
+        raise UserError(f"{path}: rule {number} must have exactly 'pattern' and 'dtype'")
     if not all(isinstance(value, str | int) for value in entry.values()):
-        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be texts")
+        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be strings")
     try:
         return Rule.make(str(entry["pattern"]), str(entry["dtype"]))
     except UserError as error:
@@ -108,7 +112,7 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
 
 
 class _Settings(msgspec.Struct):
-    """A dtype may be written in any way that a rule's may."""
+    """The `settings` of a file as they are written. Dtypes may be spelled in every way that a rule allows."""
 
     compute: str | None = None
     autocast: str | None = None
@@ -140,7 +144,7 @@ def _settings(path: Path, entry: object) -> RunSettings:
         raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
     autocast: Any = settings.autocast and _dtype(path, "autocast", settings.autocast)
     if autocast not in (None, "bfloat16", "float16"):
-        raise UserError(f"{path}: setting autocast: torch.autocast knows bfloat16 and float16")
+        raise UserError(f"{path}: setting autocast: torch.autocast supports bfloat16 and float16")
     return RunSettings(compute, autocast, settings.float_inputs or "given", settings.quantize_activations or "none")
 
 
@@ -156,7 +160,7 @@ def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
     for loss in _as(path, "measured.lost", entries or [], list[_Loss]):
         dtype = _dtype(path, LOST, loss.dtype)
         if dtype == dtypes.STORED:
-            raise UserError(f"{path}: measured.lost: {dtype} is no dtype that a value is lost in")
+            raise UserError(f"{path}: measured.lost: {dtype} is not a dtype in which values can be lost")
         losses.append(ValueLoss(loss.tensor, dtype, loss.overflowed, loss.vanished, loss.elements))
     return tuple(losses)
 
@@ -174,8 +178,10 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """The text of a recipe file: one line a rule, in order. `comments`: one for each rule; `units`: of figures, by name; `lost`:
-    the tensors whose cast loses values, among the figures.
+    """The text of a recipe file, with one line per rule, in order.
+
+    comments: a comment for each rule. units: the units of the figures in `measured`, by name. lost: the tensors whose cast loses
+    values, which are listed among the figures.
     """
     lines = [f"version: {VERSION}"]
     if model:
@@ -186,10 +192,10 @@ def write_recipe(
         lines.append(f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}{comment}")
     if settings is not None:
         lines.append("settings:  # how the candidate is run")
-        said = dataclasses.asdict(settings)
+        entries = dataclasses.asdict(settings)
         if settings.quantize_activations == "none":
-            del said["quantize_activations"]  # earlier programs, which do the same, do not know the word
-        lines += [f"  {name}: {_figure(value)}" for name, value in said.items()]
+            del entries["quantize_activations"]  # earlier versions behave the same, but refuse the unknown entry
+        lines += [f"  {name}: {_figure(value)}" for name, value in entries.items()]
     if measured or lost:
         lines.append("measured:  # figures of a run; nothing depends on them")
         for name, value in (measured or {}).items():
@@ -208,12 +214,12 @@ def write_recipe(
 
 
 def _scalar(text: str) -> str:
-    """A string as YAML, always in double quotes: patterns are full of characters that mean something to YAML."""
+    """A string as YAML. It is always in double quotes, because patterns contain characters that are special in YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
 
 
 def _figure(value: Figure) -> str:
-    """A figure as YAML; texts that could be read as anything else in quotes."""
+    """A figure as YAML. A string is quoted if YAML could read it as another type."""
     if isinstance(value, str):
         return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
     return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()

@@ -1,4 +1,4 @@
-"""What a plan means for weights that runtimes fuse (`core.fused`), in words."""
+"""Describes, for the user, what a plan does to weights that runtimes fuse (`core.fused`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """What a cast of the weights `taken` does to their fused siblings under a plan; "" where there is nothing to say.
+    """What a cast of the weights `taken` to `dtype` does to the other members of their fused groups; "" if it does nothing.
 
-    `k_proj, v_proj: new scale` where a scale is shared, `k_proj, v_proj not: vLLM refuses` where formats are not the same.
-    groups: the model's fused groups. Said for every key that is typed, so groups that are alike are looked at once.
+    `k_proj, v_proj: new scale` if they share a scale, `k_proj, v_proj differ: vLLM refuses` if formats then differ. groups: the
+    model's fused groups. It is computed after every key press, so equal groups are examined only once.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -35,23 +35,24 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
         shared_before, shared_after = scale_groups(before), scale_groups(after)
         rescaled += [name for name in others if shared_before.get(name) != shared_after.get(name)]
     parts = [f"{_short(rescaled)}: new scale"] if rescaled else []
-    parts += [f"{_short(split)} not: vLLM refuses"] if split else []
+    parts += [f"{_short(split)} differ: vLLM refuses"] if split else []
     return ", ".join(parts)
 
 
 def _short(names: Collection[str]) -> str:
-    """The layers' own names, each once."""
+    """The last parts of the layers' names, without repeats."""
     return ", ".join(dict.fromkeys(layer_name(name) for name in names))
 
 
 def layer_name(name: str) -> str:
-    """A layer's own name, by that of its weight."""
+    """The last part of a layer's name, from the name of its weight: `q_proj` for `layers.0.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """The layers with which a weight shares a scale under a plan, as `k, v` of `k_proj` and `v_proj`; "" for one that has its own.
-    Said for every row that is drawn, so only its siblings are looked at.
+    """The layers with which a weight shares a scale under a plan: `k, v` for `k_proj` and `v_proj`; "" if it shares with none.
+
+    It is computed for every row that is drawn, so it examines only the members of the weight's group.
     """
     group = [member for member in siblings(name) if member in planned]
     members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
@@ -59,7 +60,7 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """With which weights a runtime fuses one, and what the plan makes of that, in a sentence; "" where with none."""
+    """With which weights runtimes fuse this one, and whether they accept the plan, in words; "" if they don't fuse it."""
     group = [member for member in siblings(name) if member in planned]
     if len(group) < 2:
         return ""
@@ -71,7 +72,7 @@ def fused_with(name: str, planned: Mapping[str, str]) -> str:
         if planned[other] != planned[name]
     ]
     if is_split(group, planned):
-        return f"{words}, which refuse it: {', '.join(differ)}"
+        return f"{words}, which refuse different formats: {', '.join(differ)}"
     if name in scale_groups({member: planned[member] for member in group}):
-        return f"{words}: one scale of the tensor, for the largest of them"
+        return f"{words}: they share one tensor scale"
     return words

@@ -1,4 +1,4 @@
-"""What the patterns of a recipe would take in another tool, as they stand, compared with what they take here."""
+"""Compares which tensors a recipe's patterns match here with which they would match, unchanged, in another tool."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 
 @dataclass(frozen=True, slots=True)
-class RuleReading:
-    """One rule in the other tool's matcher, by canonical tensor names.
-
-    Only tensors that the tool's patterns can have an effect on are compared; `beyond` counts those that the rule takes
-    here and no pattern there could.
-    """
+class RuleComparison:
+    """One rule as the other tool's matcher reads it. Only tensors that the tool's patterns can affect are compared."""
 
     pattern: str
     dtype: str
     here: int
+    """How many tensors the rule matches here."""
     there: int
+    """How many tensors it would match in the other tool."""
     only_here: tuple[str, ...]
+    """Canonical names of the tensors that it matches only here."""
     only_there: tuple[str, ...]
+    """Canonical names of the tensors that it would match only in the other tool."""
     beyond: int
+    """How many tensors it matches here that no pattern of the other tool can affect."""
     problem: str | None = None
+    """Why the pattern misses tensors in the other tool, if that is known."""
 
     @property
     def differs(self) -> bool:
@@ -34,13 +36,16 @@ class RuleReading:
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """The readings of all rules; `overruled` are tensors for which the tool would prefer another rule than we do."""
+    """The comparison of all rules of a recipe with one target."""
 
     target: str
     matcher: str
-    rules: tuple[RuleReading, ...]
+    """How the target matches patterns, in words."""
+    rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """(tensor, the pattern that decides here, the one that would there)"""
+    """Tensors that the same rules match in both, but whose dtype another rule decides in the target: (tensor, the pattern that
+    decides here, the pattern that decides there).
+    """
 
     @property
     def differs(self) -> bool:
@@ -48,9 +53,9 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Read every rule as `target` would. Raises TooSlow for patterns that take too long to match there."""
+    """Match every rule as `target` would, and compare. Raises TooSlow for patterns that take too long in the target's syntax."""
     plan, matchable = context.plan, target.matchable(context)
-    readings: list[RuleReading] = []
+    compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []
     with time_limit(MATCHING_S):
         for rule, selection in zip(plan.recipe.rules, plan.selections, strict=True):
@@ -59,27 +64,24 @@ def lint(context: Context, target: Target) -> Lint:
             except TooSlow:
                 raise
             except PatternError as error:
-                taken = Match(frozenset(), f"no regular expression: {error}")
+                taken = Match(frozenset(), f"not a regular expression: {error}")
             here, there = frozenset(selection.tensors), taken.tensors & matchable
             there_by_rule.append(there)
             missed, extra = (here & matchable) - there, there - here
-            readings.append(
-                RuleReading(
+            compared.append(
+                RuleComparison(
                     rule.pattern, rule.dtype, len(here), len(there),
                     _in_order(context, missed), _in_order(context, extra), len(here - matchable),
                     taken.problem if missed else None,
                 )
             )  # fmt: skip
-    return Lint(target.name, target.matcher, tuple(readings), _overruled(context, target, there_by_rule))
+    return Lint(target.name, target.matcher, tuple(compared), _overruled(context, target, there_by_rule))
 
 
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Tensors that the same rules take here and there, with another winner there.
-
-    Where a tool has no order among its patterns, there is nothing to prefer.
-    """
+    """The value of `Lint.overruled`; empty for a target whose patterns have no order of precedence."""
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules
@@ -97,5 +99,5 @@ def _overruled(
 
 
 def _in_order(context: Context, names: frozenset[str]) -> tuple[str, ...]:
-    """Names in the model's order."""
+    """The names, sorted in the model's order."""
     return tuple(name for name in context.tree.tensors if name in names)

@@ -1,9 +1,9 @@
-"""Few readable rules for a dtype of every weight.
+"""Finds a short, readable recipe that gives every weight its wanted dtype.
 
-Rules are picked greedily: of all patterns that suggest themselves (whole kinds, `*.mlp.down_proj`; ranges of numbered
-layers, `model.layers.{3..9}.mlp`; classes; names) the one that brings the most weights to the dtype they should have, less
-those it takes away from it, until none is wrong. What a pattern takes is always asked of the tree itself, so the rules
-stand for exactly the dtypes asked for, whatever the names are.
+Rules are chosen greedily. The candidates are whole kinds (`*.mlp.down_proj`), ranges of numbered layers
+(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule that gives the most weights their wanted dtype,
+minus those that it gives a wrong one, until every weight is right. The tree itself says what a pattern selects, so the resulting
+plan is exact for any names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_KINDS = 4
 
 
 def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
-    """A recipe whose plan has `wanted` (dtypes by canonical tensor name) and everything else as stored."""
+    """A recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored."""
     target = {name: tensor.dtype for name, tensor in tree.tensors.items()} | dict(wanted)
     now = {name: tensor.dtype for name, tensor in tree.tensors.items()}
     proposals = _Proposals(tree, target)
@@ -37,7 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Without the rules that later ones made needless."""
+    """The recipe without rules that later rules made redundant."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -49,23 +49,25 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
 
 
 class _Proposals:
-    """The patterns that suggest themselves for a tree, and what each takes."""
+    """The candidate patterns for a tree, and the tensors that each selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
         self.target = target
-        self._takes: dict[str, tuple[str, ...]] = {}
+        self._selected: dict[str, tuple[str, ...]] = {}
         self._patterns = self._general()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """The rule that mends the most weights, less those it breaks; short patterns first where that is equal."""
+        """The rule that corrects the most weights, minus those that it makes wrong; of equal ones, the shortest. Also returns the
+        tensors that it selects.
+        """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
             taken = self.taken(pattern)
             votes = Counter(self.target[name] for name in taken if name in wrong)
             for dtype, mended in votes.items():
                 broken = sum(now[name] == self.target[name] != dtype for name in taken)
-                # Every further choice or range in a pattern must earn its place.
+                # A choice or range makes a pattern longer, so it must correct more weights to be worth it.
                 gain = mended - broken - 0.2 * (pattern.count(",") + pattern.count(".."))
                 entry = (-gain, len(pattern), pattern, dtype)
                 if mended > broken and (best is None or entry < best):
@@ -78,12 +80,12 @@ class _Proposals:
         return Rule.make(pattern, dtype), self.taken(pattern)
 
     def taken(self, pattern: str) -> tuple[str, ...]:
-        if pattern not in self._takes:
-            self._takes[pattern] = select(self.tree, pattern).tensors
-        return self._takes[pattern]
+        if pattern not in self._selected:
+            self._selected[pattern] = select(self.tree, pattern).tensors
+        return self._selected[pattern]
 
     def _general(self) -> list[str]:
-        """`*`, classes, and suffixes that several modules share."""
+        """The patterns that do not depend on which weights are wrong: `*`, classes, and names with wildcards."""
         patterns = {"*": 0}
         for name, module in self.tree.modules.items():
             if name:
@@ -93,7 +95,9 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """For every kind of module or tensor in numbered layers: the layers in which all of it should be one dtype."""
+        """Patterns with numbers of layers: for each kind of module or tensor, the layers in which it needs a single dtype. Also
+        single names.
+        """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
@@ -132,7 +136,7 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Modules above a tensor in which everything should be of one dtype."""
+        """Patterns for the modules above a tensor in which all tensors need the same dtype."""
         return [
             generalisations(module)[0]
             for module in ancestors(name)
@@ -141,9 +145,9 @@ class _Proposals:
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """For each numbered part of a name, of it and of the modules above: what stands before and behind, and the number.
+    """For each numbered part in a name and in the names of the modules above it: (text before, text after) -> the number.
 
-    Numbers further behind are starred: `layers.3.experts.5.w1` is `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
+    Later numbers become `*`: `layers.3.experts.5.w1` gives `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
     """
     numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):
@@ -158,7 +162,7 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """`3`, `{0..4}`, `{0,3..5}` written as the pattern language has it: `{0,{3..5}}`."""
+    """A set of numbers in the pattern language: `3`, `{0..4}`, `{0,{3..5}}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -177,7 +181,7 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 def _choices(names: list[str]) -> str:
-    """`self_attn.{k_proj,v_proj}`: several dotted names in one pattern, what all begin with in front."""
+    """One pattern for several dotted names, with their common beginning in front: `self_attn.{k_proj,v_proj}`."""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):

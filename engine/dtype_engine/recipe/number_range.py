@@ -1,10 +1,12 @@
-"""`{0..15}` as a regular expression that grows with the digits of its ends, not with the numbers between them."""
+"""Translates a range such as `{0..15}` to a regular expression whose length depends only on the number of digits."""
 
 from __future__ import annotations
 
 
 def range_regex(first: int, last: int, width: int = 0) -> str:
-    """An expression for just the numbers from `first` to `last`, in either order, as `f"{number:0{width}d}"` writes them."""
+    """An expression that matches exactly the integers between `first` and `last`, inclusive and in either order, written as
+    `f"{number:0{width}d}"`.
+    """
     low, high = min(first, last), max(first, last)
     parts: list[str] = []
     if low < 0:
@@ -15,7 +17,7 @@ def range_regex(first: int, last: int, width: int = 0) -> str:
 
 
 def _at_least_zero(low: int, high: int, width: int) -> list[str]:
-    """Expressions for the numbers from `low` to `high`, one for each count of digits."""
+    """Expressions for the integers from `low` to `high` (both at least 0), one for each number of digits."""
     parts: list[str] = []
     shortest = max(len(str(low)), width)
     for digits in range(shortest, max(len(str(high)), width) + 1):
@@ -26,7 +28,7 @@ def _at_least_zero(low: int, high: int, width: int) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> str:
-    """An expression for the numbers between two of the same number of digits, both included."""
+    """An expression for the integers from `low` to `high`, inclusive; both have the same number of digits."""
     if (set(low), set(high)) == ({"0"}, {"9"}):
         return f"[0-9]{{{len(low)}}}"
     if len(low) == 1:

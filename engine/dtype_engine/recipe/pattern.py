@@ -1,4 +1,4 @@
-"""The pattern language: which tensors a rule means.
+"""The pattern language, which says which tensors a rule selects.
 
     model.layers.3.mlp          a module and everything below it, or one tensor
     *.mlp                       a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
@@ -7,11 +7,12 @@
     re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
     type:LayerNorm, type:*Norm  modules by class
 
-A pattern takes a tensor when it matches the tensor's own name or the name of a module above it. Names are
-matched whole, so `model.layers.1` never means `model.layers.10`.
+A pattern selects a tensor if it matches the tensor's own name or the name of a module above it. It must match the whole name, so
+`model.layers.1` never matches `model.layers.10`.
 
-The globs are ours and not wcmatch's with bracex: an error here has its position in the pattern, `{0..7}` is one alternation and not
-a product of patterns, and what a pattern may cost is bounded. Property tests hold the globs to `fnmatch`.
+We translate globs ourselves instead of using wcmatch and bracex, because errors then have a position in the pattern, `{0..7}`
+becomes one alternation and not eight patterns, and the cost of a pattern is bounded. Property tests compare our globs with
+`fnmatch`.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ _NAMELESS = "\0"
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern; make one with `compile_pattern`.
+    """A compiled pattern, made by `compile_pattern`.
 
-    All that asks whether it matches raises TooSlow where that takes too long: see `regexes.time_limit`.
+    Every method that matches raises TooSlow when matching exceeds the time limit: see `regexes.time_limit`.
     """
 
     text: str
@@ -48,22 +49,21 @@ class Pattern:
     _matches: Callable[[str], object] = field(compare=False, repr=False)
 
     def matches(self, name: str) -> bool:
-        """Whether it matches this one dotted name, of a tensor or of a module."""
+        """Whether the pattern matches the dotted name of one tensor or module."""
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:
-        """Whether it means modules of this class."""
+        """Whether the pattern selects modules by class and matches this class."""
         return self.by_class and class_name is not None and bool(self._matches(class_name))
 
-    def takes(self, tensor: str) -> bool:
-        """Whether it matches a tensor's own name or a module above it, by name alone."""
+    def selects(self, tensor: str) -> bool:
+        """Whether the pattern matches a tensor's own name or the name of a module above it. Classes are not considered."""
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Whether it names this very tensor rather than whatever stands in its module.
+        """Whether the pattern names this tensor specifically, and would not match any other name in the same module.
 
-        Non-persistent buffers follow only rules that do. `*.inv_freq` singles a buffer out, `*` and
-        `model.rotary_emb.*` do not: they would match any other name in its place as well.
+        Only such rules apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
         parent, dot, _ = tensor.rpartition(".")
         return self.matches(tensor) and not self.matches(parent + dot + _NAMELESS)
@@ -71,7 +71,7 @@ class Pattern:
 
 @lru_cache(maxsize=512)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a pattern. Raises PatternError, with the position where one is to blame."""
+    """Compile a pattern. Raises PatternError, with the position if it is known."""
     text = text.strip()
     if text in ("", "re:", "type:"):
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)
@@ -79,35 +79,36 @@ def compile_pattern(text: str) -> Pattern:
         return Pattern(text, False, compile_regex(text[3:], text, before=3))
     longest = _LONGEST_WITH_BRACES if "{" in text else _LONGEST
     if len(text) > longest:
-        raise PatternError(f"a pattern of {len(text)} characters is too long: {longest} are the most", longest)
+        raise PatternError(f"a pattern of {len(text)} characters is too long: the limit is {longest}", longest)
     by_class = text.startswith("type:")
     piece, end = _sequence(text, 5 if by_class else 0, depth=0)
     if end < len(text):
         raise PatternError(f"pattern {shortened(text)}: '}}' without '{{' at {end + 1}", end)
-    if piece.stars <= 1 and piece.choices <= 100:  # at most a hundred steps for a character of a name: needs no clock
+    if (
+        piece.stars <= 1 and piece.choices <= 100
+    ):  # at most 100 steps per character of a name, so no time limit is needed
         return Pattern(text, by_class, re.compile(piece.source, re.DOTALL).fullmatch)
     return Pattern(text, by_class, limited(piece.source, text))
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a glob as a regular expression.
-
-    length: of all that it matches, in characters, None where that differs. stars: parts that can take any number of
-    characters and be tried again with another. choices: ways to choose among the rest, at most.
-    """
+    """A part of a glob, translated to a regular expression."""
 
     source: str
     length: int | None
+    """The number of characters of every match; None if matches differ in length."""
     stars: int = 0
+    """How many parts match any number of characters, so that the matcher may backtrack into them."""
     choices: float = 1.0
+    """An upper bound on the number of combinations of alternatives."""
 
 
 _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate up to the end of the text or, inside braces, up to the `,` or `}` that ends this choice."""
+    """Translate the text from `at` to its end or, inside braces, to the `,` or `}` that ends this choice; also return its index."""
     pieces: list[_Piece] = []
     while at < len(text):
         character = text[at]
@@ -130,11 +131,10 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """One piece after the other; `whole` when they are all of the pattern.
+    """Concatenate pieces; `whole` says that they are the entire pattern.
 
-    What stands between two stars is looked for from left to right and stays where it was found first: no later place could
-    be better, as long as it has one length. So `*a*a*a*b` takes as many steps as a name has characters, and not their fourth
-    power. (What `fnmatch` does as well.)
+    A piece of fixed length between two stars is matched at its first occurrence only, because a later one can't make a match
+    possible. So `*a*a*a*b` takes time linear in the length of a name, not its fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]
@@ -149,13 +149,13 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
         if None in lengths[opened + 1 : closed]:
             source, again = f"{source}.*{inside}", again + 1
         else:
-            source += f"(?>.*?{inside})"  # not tried again, once it has matched
+            source += f"(?>.*?{inside})"  # an atomic group: the matcher never backtracks into it
     source += "".join(piece.source for piece in pieces[stars[-1] :])
     return _Piece(source, None, again + 1, choices)
 
 
 def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
-    """`{a,b}` or `{0..7}` at `opened`; answer the expression and where to go on."""
+    """Translate `{a,b}` or `{0..7}`, whose brace opens at index `opened`. Also returns the index after the closing brace."""
     if depth > 20:
         raise PatternError(f"pattern {shortened(text)}: braces are nested too deep at {opened + 1}", opened)
     ranged = _RANGE.match(text, opened + 1)
@@ -198,7 +198,7 @@ def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
 
 
 def _class_end(text: str, opened: int) -> int | None:
-    """Where `[...]` closes, or None: then the bracket is a character like any other, as in `fnmatch`."""
+    """The index at which `[...]` closes; None if it never does, and the bracket then is an ordinary character as in `fnmatch`."""
     at = opened + 1
     if text[at : at + 1] == "!":
         at += 1
@@ -222,15 +222,15 @@ def _character_class(inside: str) -> str:
         else:
             pieces.append(re.escape(members[at]))
             at += 1
-    if not pieces:  # only reversed ranges: nothing can match, or, negated, anything does
+    if not pieces:  # all ranges are reversed: nothing matches, or any character does if the class is negated
         return "." if negated else "(?!)"
     return f"[{'^' if negated else ''}{''.join(pieces)}]"
 
 
 def generalisations(name: str, class_name: str | None = None) -> list[str]:
-    """Patterns for a node, from itself alone to its kind: what Tab walks through in the cast prompt.
+    """Patterns for a node from the most specific to the most general; Tab cycles through them in the cast prompt.
 
-    `model.layers.3.mlp` gives itself, `model.layers.*.mlp`, `*.mlp` and, its class known, `type:LlamaMLP`.
+    `model.layers.3.mlp` gives itself, `model.layers.*.mlp`, `*.mlp` and, if its class is known, `type:LlamaMLP`.
     """
     if not name:
         return ["*"] + ([f"type:{class_name}"] if class_name else [])
@@ -249,5 +249,5 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
 
 
 def _literal(name: str) -> str:
-    """A name with the characters that mean something in a pattern put in brackets."""
+    """A name as a pattern that matches only itself: special characters are put in brackets."""
     return re.sub(r"[*?\[{},]", lambda found: f"[{found[0]}]", name) if re.search(r"[*?\[{}]", name) else name

@@ -1,4 +1,4 @@
-"""From a recipe and a tree to a plan: the dtype of every tensor, which rule decided it, and the bytes."""
+"""Applies a recipe to a tree. The result is a plan: the dtype of every tensor, the rule that decided it, and the bytes."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from dtype_engine.recipe.regexes import shortened, time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 
 MATCHING_S = 5.0
-"""How long a pattern, or all of a recipe's together, may take to match the names of a model."""
+"""Seconds that a pattern, or all patterns of a recipe together, may take to match the names of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What one pattern takes of a tree.
-
-    `modules` were matched themselves, those left out that lie inside another; `tensors` are the castable tensors
-    taken, each once, by their canonical names; `uncastable_count` counts those that it matched and that are never cast (integers,
-    booleans, parts of quantised weights, and non-persistent buffers that it does not name).
-    """
+    """What a pattern selects in a tree."""
 
     modules: frozenset[str]
+    """The modules that the pattern matched, without those below another matched module."""
     tensors: tuple[str, ...]
+    """The canonical names of the selected castable tensors, without repeats."""
     uncastable_count: int = 0
+    """How many other tensors it selected that are never cast: integers, booleans, parts of quantised weights, and non-persistent
+    buffers that it does not name.
+    """
 
     def __len__(self) -> int:
         return len(self.tensors)
 
 
 def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
-    """Everything in `tree` that a pattern takes.
+    """Everything in `tree` that a pattern selects.
 
-    Raises PatternError for text that is no pattern, and TooSlow, which is one, when matching takes more than `seconds`.
+    Raises PatternError for an invalid pattern, and its subclass TooSlow if matching takes more than `seconds`.
     """
     with time_limit(seconds):
         return _selected(tree, compile_pattern(pattern) if isinstance(pattern, str) else pattern)
@@ -54,7 +54,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
     while stack:
         node = stack.pop()
         if compiled.matches_class(node.class_name) or (node.name != "" and compiled.matches(node.name)):
-            # All below it is taken too, whatever its names are.
+            # A matched module selects everything below it, whatever the names are.
             modules.add(node.name)
             for tensor in tree.below(node.name):
                 if tensor.castable and (tensor.persistent or any(map(compiled.matches_exactly, tensor.names))):
@@ -73,7 +73,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
                 uncastable.add(tensor.name)
         stack.extend(reversed(node.children.values()))
     for tensor in tree.renamed:
-        if tensor.name not in taken and all(map(compiled.takes, tensor.stored_as)):
+        if tensor.name not in taken and all(map(compiled.selects, tensor.stored_as)):
             if tensor.castable:
                 taken[tensor.name] = None
             else:
@@ -83,41 +83,44 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class RuleEffect:
-    """What one rule of a plan does: the tensors it takes, and how many of them it decides. `index`: its own in the recipe."""
+    """What one rule of a plan does."""
 
     index: int
+    """The rule's index in the recipe."""
     rule: Rule
     tensors: tuple[TensorInfo, ...]
+    """The tensors that the rule selects."""
     decides: int
+    """For how many of them this rule decides the dtype, because no later rule selects them."""
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the tensors it takes, as stored."""
+        """Bytes of the selected tensors as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def bytes_after(self) -> int:
-        """The same in the rule's dtype."""
+        """Bytes of the selected tensors in the rule's dtype."""
         return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The dtype of every tensor under a recipe.
-
-    `dtypes` has every tensor by canonical name; `decided_by` only those that a rule decided, with that
-    rule's index in the recipe; `selections` has what each rule takes, in the recipe's order. `pending_classes` are the
-    indices of rules by class where no class is known, `too_slow` of those that take too long to match: they take nothing.
-    """
+    """The dtype of every tensor under a recipe."""
 
     recipe: Recipe
     dtypes: Mapping[str, str]
+    """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
+    """For every tensor whose dtype a rule decided: the index of that rule in the recipe, by canonical name."""
     selections: tuple[Selection, ...]
+    """What each rule selects, in the recipe's order."""
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
+    """Indices of the rules by module class, if classes are unknown; they select nothing yet."""
     too_slow: tuple[int, ...] = field(default=())
+    """Indices of the rules that take too long to match; they select nothing."""
 
     def __repr__(self) -> str:
         rules = plural(len(self.recipe), "rule")
@@ -128,34 +131,34 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """What each rule does, in the recipe's order; of the tensors `among` (canonical names) alone where those are given."""
+        """The effect of each rule, in the recipe's order. `among` (canonical names) limits it to these tensors."""
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
             yield RuleEffect(index, rule, taken, sum(self.decided_by[tensor.name] == index for tensor in taken))
 
     @property
     def unmatched(self) -> list[int]:
-        """Indices of the rules that take nothing, but for those that wait for module classes or are too slow to match."""
+        """Indices of the rules that select nothing, except those in `pending_classes` and `too_slow`."""
         unknown = {*self.pending_classes, *self.too_slow}
         return [index for index, taken in enumerate(self.selections) if not taken and index not in unknown]
 
     def refuse_too_slow(self) -> None:
-        """Raise TooSlow for a rule that takes too long to match: what it takes is not known."""
+        """Raise TooSlow if a rule takes too long to match, because what it selects is then unknown."""
         for index in self.too_slow:
             raise TooSlow(
-                f"pattern {shortened(self.recipe.rules[index].pattern)} takes too long to match (all of the recipe's together "
-                f"have {MATCHING_S:g} s): simplify it, repeats inside repeats above all"
+                f"pattern {shortened(self.recipe.rules[index].pattern)} takes too long to match (the patterns of a recipe "
+                f"have {MATCHING_S:g} s together): simplify it, especially repeats inside repeats"
             )
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The last plan of every tree. The screen asks for one when a rule is typed and again when it is put in force, and plans a new tree
-on another thread before it is shown: with 90,000 tensors a plan takes 0.1 s, and a key would wait for it twice.
+"""The latest plan of each tree. The app plans a rule while it is typed and again when it is applied, and plans a new tree in a
+thread before it shows it. With 90,000 tensors a plan takes 0.1 s, so without this cache a key press would wait for it twice.
 """
 
 
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
-    """Apply the rules in order; the last that takes a tensor wins. Untouched tensors stay as stored."""
+    """Apply the rules in order; the last rule that selects a tensor wins. Tensors that no rule selects stay as stored."""
     known = _latest.get(tree)
     if known is not None and known.recipe == recipe:
         return known
@@ -189,13 +192,13 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         tuple(pending_classes),
         tuple(too_slow),
     )
-    if not too_slow:  # with more time they may match
+    if not too_slow:  # a later attempt, on a less busy machine, may finish in time
         _latest[tree] = plan
     return plan
 
 
 def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
-    """Bytes of parameters and persistent buffers, tied ones once, in their planned dtypes, scales included."""
+    """Bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once."""
     changed = 0
     for name, dtype in planned.items():
         tensor = tree.tensors[name]
@@ -205,21 +208,21 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
 
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
-    """Bytes of one tensor in `dtype` (or `dtypes.STORED`): as stored, or as it would be after the cast."""
+    """Bytes of a tensor after a cast to `dtype`; bytes as stored if that is its dtype or `dtypes.STORED`."""
     return tensor.nbytes if dtype in (tensor.dtype, dtypes.STORED) else dtypes.nbytes_in(tensor.shape, dtype)
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Whether the names in files leave open if every rule takes something in the model. Raises TooSlow."""
+    """Whether a tree made from file names alone can't confirm that every rule selects something in the model. Raises TooSlow."""
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     return bool(plan.unmatched or plan.pending_classes)
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """The plan of a recipe. Raises UserError for rules that take nothing, with the reason and a near name for the first of them.
+    """The plan of a recipe. Raises UserError for rules that select nothing, with the reason and a near name for the first one.
 
-    Rules by module class are refused where the tree has no classes: what they take can't be known.
+    Rules by module class are refused if the tree has no classes, because what they select is then unknown.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -229,30 +232,30 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
         index = unmatched[0]
         others = [repr(recipe.rules[other].pattern) for other in unmatched[1:]]
         nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
-        more = f"; {nor} take anything: {', '.join(others[:5])}" if others else ""
+        more = f"; {nor} match anything: {', '.join(others[:5])}" if others else ""
         raise UserError(explain_no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
     return plan
 
 
-NO_CLASSES = "and nothing says which architecture this model has: a config.json of a known one beside its files would"
+NO_CLASSES = "but this model's architecture is unknown: put a config.json that names a known one next to its files"
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Why a pattern takes nothing, in a sentence."""
+    """A sentence that says why a pattern selects nothing."""
     if taken is not None and taken.uncastable_count:
         return (
-            f"pattern {shortened(pattern)} takes only tensors that are never cast "
+            f"pattern {shortened(pattern)} matches only tensors that are never cast "
             "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"
         )
     compiled = compile_pattern(pattern)
     if compiled.by_class and not tree.has_classes:
-        return f"pattern {shortened(pattern)} goes by module classes, {NO_CLASSES}"
+        return f"pattern {shortened(pattern)} matches module classes, {NO_CLASSES}"
     with time_limit(MATCHING_S):
-        partly = [tensor for tensor in tree.renamed if any(map(compiled.takes, tensor.stored_as))]
+        partly = [tensor for tensor in tree.renamed if any(map(compiled.selects, tensor.stored_as))]
     if partly:
         return (
-            f"pattern {shortened(pattern)} takes only a part of {partly[0].name}, which the model packs of "
-            f"{len(partly[0].stored_as)} tensors of the files: take all of them, or it"
+            f"pattern {shortened(pattern)} matches only a part of {partly[0].name}, which the model packs from "
+            f"{len(partly[0].stored_as)} tensors of the files: match all of them, or the packed tensor"
         )
     if compiled.by_class:
         known = sorted({module.class_name for module in tree.modules.values() if module.class_name})

@@ -1,7 +1,6 @@
-"""Presets: recipes that suit many models, made for one tree.
+"""Presets: recipes that suit many models and are made for a given tree.
 
-A preset gives rules that take something in this tree and nothing else, so its recipe is a starting point to be read and
-changed like any other.
+A preset contains only rules that match something in the tree, so the user can read and change its recipe like any other.
 """
 
 from __future__ import annotations
@@ -19,40 +18,42 @@ from dtype_engine.recipe.rules import Recipe, Rule
 
 LOW = "float8_e4m3fn"
 LINEAR = ("Linear", "Conv1D")
-"""Linear layers by class; `Conv1D` is what GPT-2 has in their place."""
+"""Class names of linear layers. GPT-2 uses `Conv1D` as its linear layer."""
 HEADS = frozenset(
     {
         "lm_head", "head", "heads", "score", "classifier", "output_layer", "embed_out", "qa_outputs", "cls", "proj_out",
         "out_proj_head", "fc", "prediction_head", "logits_head",
     }
 )  # fmt: skip
-"""Names of the module that makes the output, outside of the numbered layers."""
+"""Names of modules outside the numbered layers that compute the model's output."""
 KEPT_BY_MODELOPT = (
     "*block_sparse_moe.gate*", "*linear_attn.conv1d*", "*self_attention.conv1d*", "*linear_attn.in_proj_a*",
     "*linear_attn.in_proj_b*", "*lm_head*", "*mixer.conv1d*", "*mlp.gate.*", "*mlp.shared_expert_gate.*", "*output_layer*",
     "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
     "*multi_modal_projector*",
 )  # fmt: skip
-"""The names in ModelOpt's `default_disabled_quantizers` (0.47), which it matches by `fnmatch` as we do."""
+"""The names in `default_disabled_quantizers` of ModelOpt 0.47, which also matches them by `fnmatch`."""
 KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named recipe for any model. `sentence` says what it does; `needs_classes` that module classes must be known."""
+    """A named recipe that can be made for any model."""
 
     name: str
     sentence: str
+    """What the preset does, for the user."""
     needs_classes: bool
+    """Whether module classes must be known."""
     _make: Callable[[Tree], Iterable[Rule]]
 
     def recipe(self, tree: Tree) -> Recipe:
-        """The rules for this tree. Raises UserError where the tree lacks what is needed, or has nothing to apply it to."""
+        """The preset's rules for a tree. Raises UserError if classes are needed and unknown, or if no rule matches anything."""
         if self.needs_classes and not tree.has_classes:
-            raise UserError(f"preset {self.name!r} goes by module classes, {NO_CLASSES}")
+            raise UserError(f"preset {self.name!r} matches module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
         if not recipe.rules:
-            why = "it declares no islands" if self.name == "islands-fp32" else "no weights of the kinds it casts"
+            why = "it declares no islands" if self.name == "islands-fp32" else "it has no weights that the preset casts"
             raise UserError(f"preset {self.name!r} has nothing to do in this model: {why}")
         return recipe
 
@@ -88,8 +89,10 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
 
 
 def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
-    """Linear layers in a format with blocks, experts in one of their own where it is named, the rest in bfloat16. So is what
-    published checkpoints in these formats keep in 16 bits: the head, routers, vision towers, convolutional mixers.
+    """Linear layers in a block format, experts in `of_experts` if given, and everything else in bfloat16.
+
+    bfloat16 includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers
+    and convolutional mixers.
     """
     yield Rule("*", "bfloat16")
     yield from (Rule(pattern, of_linears) for pattern in linears(tree))
@@ -110,17 +113,17 @@ PRESETS: dict[str, Preset] = {
             _fp8_linears,
         ),
         Preset("norms-head-fp32", "Norms and output head in float32, the rest as stored.", True, _norms_and_head),
-        Preset("islands-fp32", "What the model's own code declares must stay in float32, the rest as stored.", True, _islands),
+        Preset("islands-fp32", "In float32 what the model's own code keeps in float32, the rest as stored.", True, _islands),
         Preset(
             "modelopt",
-            "Linear layers in fp8 but for what ModelOpt keeps: head, routers, convolutional mixers, vision towers; those, "
-            "norms and embeddings in bfloat16.",
+            "Linear layers in fp8; norms, embeddings and the layers that ModelOpt does not quantise (head, routers, "
+            "convolutional mixers, vision towers) in bfloat16.",
             True,
             _modelopt,
         ),
         Preset(
             "nvfp4",
-            "Linear layers in NVFP4; head, routers and vision towers in bfloat16, as the rest.",
+            "Linear layers in NVFP4; head, routers, vision towers and the rest in bfloat16.",
             True,
             partial(_in_blocks, of_linears="nvfp4"),
         ),
@@ -147,7 +150,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of this name. Raises UserError with the nearest name."""
+    """The preset with this name. Raises UserError, with the nearest name, for an unknown one."""
     if name in PRESETS:
         return PRESETS[name]
     near = nearest(name, PRESETS)
@@ -156,17 +159,17 @@ def preset(name: str) -> Preset:
 
 
 def norms(tree: Tree) -> list[str]:
-    """Patterns for the normalisation layers."""
+    """Patterns that match the normalisation layers."""
     return _by_class(tree, lambda module: "norm" in (module.class_name or "").lower() and not module.children)
 
 
 def linears(tree: Tree) -> list[str]:
-    """Patterns for linear layers, and for experts that are packed into one tensor."""
+    """Patterns that match linear layers, and experts that are packed into one tensor."""
     return _by_class(tree, lambda module: module.class_name in LINEAR or _packed_experts(module))
 
 
 def experts(tree: Tree) -> list[str]:
-    """Patterns for the experts of mixtures: packed into one tensor, or modules of their own below `experts`."""
+    """Patterns that match the experts of a mixture: packed into one tensor, or separate modules below `experts`."""
     inside = [
         name
         for name, module in tree.modules.items()
@@ -176,7 +179,7 @@ def experts(tree: Tree) -> list[str]:
 
 
 def heads(tree: Tree) -> list[str]:
-    """Patterns for what makes the model's output."""
+    """Patterns that match the modules which compute the model's output."""
     return covering(
         tree,
         [name for name in tree.modules if name.rpartition(".")[2] in HEADS and not numbered_parts(name)],
@@ -189,7 +192,7 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """A pattern for every class all of whose modules are wanted; names where only some of them are."""
+    """A pattern by class for each class whose modules are all wanted; patterns by name if only some are."""
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():
@@ -204,7 +207,7 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
 
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
-    """Patterns by name for these modules, as general as they can be without taking anything else."""
+    """Patterns by name for these modules, as general as possible without selecting any other tensor."""
     waiting = list(modules)
     allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
     patterns: list[str] = []
@@ -221,23 +224,25 @@ def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PresetEffect:
-    """A preset on one tree. `recipe` is None where it has nothing to do there, and `reason` says why.
-
-    tensors: those whose dtype would be another than the stored one. Bytes are of the whole model.
-    """
+    """What a preset does to one tree."""
 
     preset: Preset
     recipe: Recipe | None
+    """The preset's recipe for the tree; None if the preset does not apply to it."""
     reason: str = ""
+    """Why the preset does not apply, for the user."""
     tensors: int = 0
+    """How many tensors get another dtype than the stored one."""
     stored_bytes: int = 0
+    """Bytes of the whole model as stored."""
     planned_bytes: int = 0
+    """Bytes of the whole model after the casts."""
     needs_classes: bool = False
-    """It has nothing to do because it goes by module classes, and those are not known."""
+    """Whether the preset does not apply because it matches module classes, which are unknown."""
 
 
 def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
-    """One after the other, in the order of `PRESETS`: each takes a while on a very large model."""
+    """The effect of every preset, in the order of `PRESETS`. They are yielded singly: each takes a while on a very large model."""
     for preset in PRESETS.values():
         try:
             recipe = preset.recipe(tree)

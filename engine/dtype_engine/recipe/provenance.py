@@ -1,4 +1,4 @@
-"""A recipe file that says what its rules take and what they were measured to do: kept from a run, to read and to compare."""
+"""Writes the recipe file of a run, with comments that say what each rule selects, and with the measured figures."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss, severe
 
 _DIGITS = 6
-"""Significant digits of a figure: enough to compare, and a line changes only when the figure does."""
+"""Significant digits of a figure: enough to compare runs, and few enough that rounding noise does not change the file."""
 
 UNITS: dict[str, str] = {
-    "reference": "dtype of the arithmetic that it is compared with",
+    "reference": "dtype in which the reference computes",
     "stored_bytes": "tensors as stored",
     "planned_bytes": "under these rules, exact",
     "mean_abs": "of the main output, against the reference",
@@ -37,7 +37,7 @@ _OF_OUTPUT = (
 
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
-    """What goes under `measured`: bytes, the main output's drift where it was measured, and what it was measured with."""
+    """The figures for `measured`: bytes, the drift of the main output if there is a report, and the versions it was made with."""
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for name in _OF_OUTPUT:
@@ -58,8 +58,10 @@ def recipe_text(
     versions: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] | None = None,
 ) -> str:
-    """The recipe of a plan as a file: after each rule what it takes and the bytes of that, then the figures with their units and
-    the tensors whose cast loses values. `lost`: where there is no report; None where nobody looked.
+    """The text of a recipe file for a plan: each rule with what it selects in bytes, the figures with their units, and the tensors
+    whose cast loses values.
+
+    lost: these tensors, if there is no report; None if they were not determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
@@ -67,21 +69,21 @@ def recipe_text(
         title,
         settings,
         figures(plan, report, versions) | _sums(losses),
-        comments=[_takes(effect) for effect in plan.effects(tree)],
+        comments=[_selected_text(effect) for effect in plan.effects(tree)],
         units=UNITS,
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
 
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """The values lost, over all tensors; nothing where nobody looked."""
+    """How many values are lost over all tensors; empty if that was not determined."""
     if losses is None:
         return {}
     overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)
     return {"tensors_that_lose_values": len(losses), "overflowed": overflowed, "vanished": vanished}
 
 
-def _takes(effect: RuleEffect) -> str:
+def _selected_text(effect: RuleEffect) -> str:
     taken, size = len(effect.tensors), f"{human_bytes(effect.bytes_before)} -> {human_bytes(effect.bytes_after)}"
     decides = "" if effect.decides == taken else f", decides {effect.decides}"
     return f"{taken} tensor{'' if taken == 1 else 's'}{decides}, {size}"

@@ -1,6 +1,6 @@
-"""Regular expressions that people and files give, as the `regex` package reads them, matched within a time limit.
+"""Compiles regular expressions from users and files, and matches them within a time limit.
 
-Python's own `re` can't be stopped, and can need more than the age of the universe for one name.
+The `regex` package is used because a match of Python's `re` can't be interrupted, and its time can grow exponentially.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dtype_engine.core.errors import PatternError, TooSlow
 
 LONGEST_REGEX = 500
 MOST_REPEATS = 1000
-"""The largest number in `{...}` behind a part of an expression."""
+"""The largest repeat count `{...}` in an expression."""
 _MOST_UNROLLED = 100_000
-"""The largest product of such numbers: the compiler writes some of them out, in gigabytes of memory."""
+"""The largest product of all repeat counts: the compiler unrolls some repeats, which could take gigabytes of memory."""
 _ALONE_S = 2.0
-"""For one match where no limit is in force."""
+"""Seconds for a single match outside `time_limit`."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
 
 Anchored = Literal["fullmatch", "match", "search"]
@@ -31,7 +31,7 @@ _deadline: ContextVar[tuple[float, float] | None] = ContextVar("deadline", defau
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Let all the matching inside take so many seconds together, or fewer where such a limit is in force already."""
+    """Limit the total time of all matching in the block to `seconds`. An outer limit that ends earlier still applies."""
     ends = time.perf_counter() + seconds
     outer = _deadline.get()
     token = _deadline.set((ends, seconds) if outer is None or ends < outer[0] else outer)
@@ -44,14 +44,14 @@ def time_limit(seconds: float) -> Iterator[None]:
 def compile_regex(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """A function that says whether a name matches; it raises TooSlow when that takes too long.
+    """Compile an expression to a function that returns whether a name matches, and raises TooSlow if that takes too long.
 
-    `shown` is the pattern for messages, `before` the characters of it in front of `source`. Raises PatternError, with the
-    position where one is to blame.
+    shown: the whole pattern, for messages. before: how many characters of `shown` come before `source`. Raises PatternError, with
+    the position if it is known.
     """
     if len(source) > LONGEST_REGEX:
         raise PatternError(
-            f"a regular expression of {len(source)} characters is too long: {LONGEST_REGEX} are the most; use several rules",
+            f"a regular expression of {len(source)} characters is too long: the limit is {LONGEST_REGEX}; use several rules",
             before,
         )
     _check_counts(source, shown, before)
@@ -61,8 +61,8 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """The same for an expression that is known to be cheap to compile."""
-    import regex  # takes 10 ms, and few recipes need it
+    """As `compile_regex`, for an expression that is known to be cheap to compile."""
+    import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)
     try:
@@ -86,7 +86,7 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """How long a match may take now. Raises TooSlow when no time is left."""
+    """How many seconds a match may still take. Raises TooSlow when no time is left."""
     limit = _deadline.get()
     if limit is None:
         return _ALONE_S
@@ -100,17 +100,17 @@ def _too_slow(shown: str) -> TooSlow:
     limit = _deadline.get()
     seconds = limit[1] if limit is not None else _ALONE_S
     return TooSlow(
-        f"pattern {shortened(shown)} takes too long to match (over {seconds:g} s): simplify it, repeats inside repeats above all"
+        f"pattern {shortened(shown)} takes too long to match (over {seconds:g} s): simplify it, especially repeats inside repeats"
     )
 
 
 def shortened(shown: str) -> str:
-    """A pattern for a message."""
+    """A pattern as it is quoted in a message, cut to 200 characters."""
     return repr(shown if len(shown) <= 200 else shown[:199] + "…")
 
 
 def _check_counts(source: str, shown: str, before: int) -> None:
-    """Refuse counts that are too large to compile."""
+    """Raise PatternError for repeat counts that would take too much memory to compile."""
     counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]
     for position, written, number in counts:
         if len(number) > 4 or int(number) > MOST_REPEATS:

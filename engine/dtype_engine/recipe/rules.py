@@ -1,4 +1,4 @@
-"""A recipe is an ordered list of rules; a rule is a pattern and a dtype. The last rule that matches wins."""
+"""Rules and recipes. A rule is a pattern and a dtype; a recipe is an ordered list of rules, of which the last match wins."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ from dtype_engine.recipe.pattern import compile_pattern
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Everything that `pattern` takes gets `dtype`.
-
-    Attributes:
-        pattern: Names of modules or tensors, with wildcards; or `type:Class`, or `re:` and a regular expression.
-        dtype: A name of `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`.
+    """Casts every tensor that `pattern` selects to `dtype`.
 
     Example:
         >>> de.Rule.parse("*.mlp=bf16")
@@ -24,16 +20,18 @@ class Rule:
     """
 
     pattern: str
+    """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
+    """A name in `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`."""
 
     @classmethod
     def make(cls, pattern: str, dtype: str) -> Rule:
-        """Check both and bring them into their one spelling. Raises UserError."""
+        """Make a rule from a pattern and a dtype in any spelling. Raises UserError if either is invalid."""
         return cls(compile_pattern(pattern).text, dtypes.parse_target(dtype))
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Read `PATTERN=DTYPE`. Raises UserError."""
+        """Parse `PATTERN=DTYPE`. Raises UserError."""
         pattern, equals, dtype = text.rpartition("=")
         if not equals or not pattern.strip() or not dtype.strip():
             raise UserError(f"can't read the cast {text!r}: write PATTERN=DTYPE, for example '*.mlp=bfloat16'")
@@ -45,10 +43,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Rules in the order they were made. Immutable, so it can name the measurements that belong to it.
-
-    Attributes:
-        rules: The last one that takes a tensor decides.
+    """Rules in the order in which they apply. It is immutable and hashable, so that measurements can be stored by recipe.
 
     Example:
         >>> recipe = de.Recipe.of([de.Rule.parse("*=bf16")]).then(de.Rule.parse("*norm*=float32"))
@@ -57,17 +52,18 @@ class Recipe:
     """
 
     rules: tuple[Rule, ...] = ()
+    """The last rule that selects a tensor decides its dtype."""
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> Recipe:
         return cls(tuple(rules))
 
     def then(self, rule: Rule) -> Recipe:
-        """With one more rule at the end. An earlier rule with the same pattern has no say any more and goes."""
+        """This recipe with `rule` added at the end. An earlier rule with the same pattern has no effect any more and is removed."""
         return Recipe((*(earlier for earlier in self.rules if earlier.pattern != rule.pattern), rule))
 
     def without(self, indices: Iterable[int]) -> Recipe:
-        """Without the rules at these indices."""
+        """This recipe without the rules at these indices."""
         dropped = set(indices)
         return Recipe(tuple(rule for index, rule in enumerate(self.rules) if index not in dropped))
 
@@ -79,7 +75,7 @@ class Recipe:
 
 
 class RecipeHistory:
-    """The recipes of a session, to go back and forth in without limit."""
+    """The recipes of a session, with unlimited undo and redo."""
 
     def __init__(self, recipe: Recipe = Recipe()) -> None:
         self._recipes = [recipe]
@@ -87,23 +83,23 @@ class RecipeHistory:
 
     @classmethod
     def of(cls, recipes: Iterable[Recipe], at: int) -> RecipeHistory:
-        """A history that was kept: the recipes gone through, the one in force at index `at`."""
+        """Restore a history: all its recipes in order, of which the one at index `at` is current."""
         history = cls()
         history._recipes, history._at = list(recipes), at
         return history
 
     @property
     def kept(self) -> tuple[tuple[Recipe, ...], int]:
-        """What `of` makes the same history of."""
+        """All recipes in order and the index of the current one, as `of` takes them."""
         return tuple(self._recipes), self._at
 
     @property
     def recipe(self) -> Recipe:
-        """The one in force."""
+        """The current recipe."""
         return self._recipes[self._at]
 
     def push(self, recipe: Recipe) -> bool:
-        """Make `recipe` the one in force; whatever was undone is gone. False when it already was in force."""
+        """Make `recipe` the current one and discard undone recipes. Returns False if it already is the current one."""
         if recipe == self.recipe:
             return False
         self._recipes[self._at + 1 :] = [recipe]
@@ -111,14 +107,14 @@ class RecipeHistory:
         return True
 
     def undo(self) -> bool:
-        """Go back one. False when there is nothing left to undo."""
+        """Go back to the previous recipe. Returns False if there is nothing to undo."""
         if self._at == 0:
             return False
         self._at -= 1
         return True
 
     def redo(self) -> bool:
-        """Go forward again. False when nothing was undone."""
+        """Go forward to the recipe that was undone last. Returns False if there is nothing to redo."""
         if self._at + 1 == len(self._recipes):
             return False
         self._at += 1

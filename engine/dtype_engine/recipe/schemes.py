@@ -1,4 +1,4 @@
-"""Schemes of compressed-tensors: how a storage dtype is described to it, in an export and in a recipe of llm-compressor."""
+"""Describes storage dtypes as compressed-tensors schemes, which exports and llm-compressor recipes contain."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Dtypes that compressed-tensors has a scheme for. It has one rule for MX scales, but reads what other rules gave."""
+"""Dtypes that compressed-tensors has a scheme for. It computes MX scales by a single rule, but reads scales from any rule."""
 
 
 def layout(dtype: str) -> str:
-    """The name of the layout that weights have in a checkpoint in which other programs read them; "" where none has this dtype."""
+    """The name of the checkpoint layout in which other programs read weights of this dtype; "" if there is none."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
@@ -26,7 +26,7 @@ def layout(dtype: str) -> str:
 
 
 def weight_scheme(dtype: str) -> dict[str, Any]:
-    """compressed-tensors' arguments for the weights of one of `DESCRIBED`."""
+    """The compressed-tensors arguments for weights in a dtype of `DESCRIBED`."""
     row = dtypes.BY_NAME[dtype]
     scheme: dict[str, Any] = {"num_bits": row.bits, "type": row.kind, "symmetric": True}
     blocks = row.blocks
@@ -43,11 +43,11 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """compressed-tensors' arguments for the inputs of weights of one of `DESCRIBED`, quantised while a model runs; None where
-    runtimes leave them wide.
+    """The compressed-tensors arguments for quantising the inputs of weights in a dtype of `DESCRIBED` while a model runs; None if
+    runtimes keep these inputs unquantized.
 
-    Those of its schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale for each
-    token, or for each block of it. NVFP4 has one scale for all inputs of a layer besides, which is kept in the file.
+    They are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale
+    for each token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
     """
     row = dtypes.BY_NAME[dtype]
     if not dtypes.quantizes_activations(dtype):
@@ -63,6 +63,6 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
 
 
 def keeps_input_scale(dtype: str) -> bool:
-    """Whether a file has a scale for the inputs of a layer whose weight is in this format and whose inputs are quantised."""
+    """Whether a file must hold a scale for the quantised inputs of a layer whose weight has this format (NVFP4)."""
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks is not None and blocks.tensor_scale and dtypes.quantizes_activations(dtype)

@@ -1,7 +1,7 @@
-"""What a runtime would do with an export of a plan: rules, each with the file of that runtime that it was read in.
+"""Predicts what a runtime would do with an export of a plan. Each rule names the source file of the runtime that it comes from.
 
-Read were vLLM (its main branch of 2026) and SGLang (a version that takes compressed-tensors by one format for the whole
-checkpoint). In both an export is read by the layout that it is written in: compressed-tensors, or DeepSeek's fp8.
+The sources are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
+Both read an export in the layout that it is written in: compressed-tensors, or DeepSeek's fp8.
 """
 
 from __future__ import annotations
@@ -29,30 +29,34 @@ _MARLIN_OUT, _MARLIN_IN = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One rule that a plan breaks. effect: what the runtime does then. source: where that was read. tensors: by canonical name."""
+    """A rule of a runtime that a plan breaks."""
 
     effect: Effect
+    """What the runtime does with these tensors."""
     why: str
     source: str
+    """The file and function of the runtime that has the rule."""
     tensors: tuple[str, ...]
+    """Canonical names of the tensors that the finding is about."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLint:
-    """What a runtime would do with all of a plan. quantised: how many weights have a storage format in it."""
+    """All findings for a plan in one runtime."""
 
     runtime: str
     quantised: int
+    """How many weights have a storage format in the plan."""
     findings: tuple[Finding, ...]
 
     @property
     def loads(self) -> bool:
-        """Whether nothing is refused, as far as the rules go."""
+        """Whether the runtime refuses nothing, as far as these rules can predict."""
         return not any(finding.effect == "refused" for finding in self.findings)
 
 
 def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Hold a plan against the rules of a runtime. activations: whether the recipe is for quantised ones."""
+    """Check a plan against the rules of a runtime. activations: the run setting `quantize_activations` of the recipe."""
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
         if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable
@@ -71,7 +75,7 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """What an export keeps in a layout of its own, since others have none for it."""
+    """Weights for which no public layout exists, so that an export has them in a layout that only this program reads."""
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
         if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
@@ -82,8 +86,9 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Why no other program reads a weight in a storage format; None where one does. experts: experts that the model packs count as
-    linear layers, which they are in an export, as in the files.
+    """Why no other program can read a weight in a storage format; None if one can.
+
+    experts: treat experts that the model packs into one tensor as linear layers, as exports and the original files store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -95,12 +100,12 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
         if len(tensor.shape) != 2 or name.rpartition(".")[2] != "weight" or module.class_name != "Linear":
             return "only the weights of linear layers are quantised"
     if blocks is not None and blocks.rows == 1 and dtypes.padded(tensor.shape, dtype):
-        return f"rows are no multiple of {blocks.columns} values"
+        return f"its rows are not a multiple of {blocks.columns} values"
     return None
 
 
 def _packed_experts(tree: Tree, name: str) -> bool:
-    """Whether a weight is packed of the experts of a layer, which the files have one by one."""
+    """Whether the model packs a layer's experts, which the files store separately, into this weight."""
     tensor = tree.tensors[name]
     return (
         len(tensor.shape) == 3
@@ -117,7 +122,7 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Models of experts make their routers with `quant_config=None`: a weight with scales finds no parameter."""
+    """Mixture-of-experts models make their routers with `quant_config=None`, so a router has no parameter for scales."""
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
         where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
@@ -125,7 +130,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`should_ignore_layer` raises where some members of a fused layer are ignored; of several schemes the first is taken."""
+    """`should_ignore_layer` raises if only some members of a fused layer are ignored; of different schemes, the first is used."""
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
@@ -133,7 +138,7 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
 
 
 def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`get_moe_method` asks for the scheme of each projection of a layer's experts, and raises where they have several."""
+    """`get_moe_method` looks up the scheme of each projection of a layer's experts, and raises if they differ."""
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
         if _packed_experts(context.tree, name):
@@ -147,7 +152,7 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """A fused layer whose members are not all there has no scheme: `_match_fused_layer` wants each of them matched."""
+    """A fused layer with a missing member gets no scheme, because `_match_fused_layer` requires a match for every member."""
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
         expected = siblings(group[0])
@@ -158,16 +163,16 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`_quantization_scheme_map_from_config` asserts that weights without quantised inputs are floats in such a layout."""
+    """`_quantization_scheme_map_from_config` asserts that only float weights have unquantized inputs in these layouts."""
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
-        why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or take int8@g128"
+        why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _quantization_scheme_map_from_config")
         yield Finding("refused", why, source, names)
 
 
 def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """One fp8 scale a tensor: the members of a fused layer are quantised again with the largest of theirs."""
+    """With one fp8 scale per tensor, runtimes requantise the members of a fused layer with the largest of their scales."""
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
     for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
@@ -175,7 +180,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`validate_fp8_block_shape`: the outputs of every member of a fused layer must be whole blocks."""
+    """`validate_fp8_block_shape` requires that blocks divide the outputs of every member of a fused layer."""
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
@@ -184,19 +189,21 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
             source = _source(
                 runtime, "utils/fp8_utils.py: validate_fp8_block_shape" if runtime == "vllm" else "fp8_utils.py"
             )
-            why = f"fused, and its outputs are no multiples of {rows}: {outputs}"
+            why = f"fused, and its outputs are not multiples of {rows}: {outputs}"
             yield Finding("refused", why, source, group)
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Whether the outputs of a weight and of those that it is fused with are whole blocks of a format."""
+    """Whether a format's blocks divide the outputs of every weight in the fused group of `name`; True if it is not fused."""
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
 
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Integers in groups: Marlin wants outputs of 64 and inputs of 128; others go to kernels that few devices have."""
+    """Marlin, the kernel for grouped integers, needs outputs in multiples of 64 and inputs in multiples of 128. Few devices have a
+    kernel for other shapes.
+    """
     written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
     shapes = context.tree.tensors
@@ -207,7 +214,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
         or shapes[name].shape[-1] % _MARLIN_IN
     )
     if names:
-        why = f"Marlin takes outputs of a multiple of {_MARLIN_OUT} and inputs of {_MARLIN_IN}: another kernel, or none"
+        why = f"Marlin needs outputs in multiples of {_MARLIN_OUT} and inputs in multiples of {_MARLIN_IN}: another kernel, or none"
         source = _source(
             runtime, "utils/marlin_utils.py: verify_marlin_supports_shape" if runtime == "vllm" else "marlin_utils.py"
         )
@@ -215,7 +222,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """SGLang asks the format of the whole checkpoint what activations are; of `mixed-precision` it knows nothing."""
+    """SGLang takes the scheme of activations from the single format of a checkpoint, and does not support `mixed-precision`."""
     written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
@@ -224,27 +231,29 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
 
 
 def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """SGLang's `_is_wNa16_group_channel` wants symmetric weights."""
+    """SGLang's `_is_wNa16_group_channel` requires symmetric weights, without zero points."""
     names = tuple(
         name for name, dtype in _written(context, quantised).items()
         if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
     )  # fmt: skip
     if runtime == "sglang" and names:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _is_wNa16_group_channel")
-        yield Finding("refused", "zero points are not taken: int4@g128 has none", source, names)
+        yield Finding("refused", "zero points are not supported: int4@g128 has none", source, names)
 
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """MXFP4 and MXFP8 are served with quantised activations, whatever a checkpoint says of them; DeepSeek's fp8 always says so."""
+    """MXFP4 and MXFP8 are served with quantised activations even if the checkpoint does not request them. DeepSeek's fp8 layout
+    always requests them.
+    """
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:
         source = _source(runtime, "fp8.py: Fp8Config, activation_scheme dynamic" if runtime == "vllm" else "fp8.py")
-        why = "served with quantised activations always (W8A8): measure with --quantize-activations weights"
+        why = "always served with quantised activations (W8A8): measure with --quantize-activations weights"
         yield Finding("other values", why, source, deepseek)
     names = tuple(name for name, dtype in quantised.items() if layout(dtype).startswith("mxfp"))
     if runtime == "vllm" and names:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
-        why = "served with quantised activations always (W4A4, W8A8): measure with --quantize-activations weights"
+        why = "always served with quantised activations (W4A4, W8A8): measure with --quantize-activations weights"
         yield Finding("other values", why, source, names)
 
 
@@ -253,12 +262,12 @@ def _block_rows(dtype: str) -> int:
     return blocks.rows if blocks is not None else 1
 
 
-def serving_lines(reading: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """The findings as text; `shown` names some tensors of many."""
+def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
+    """The findings as lines of text. `shown` abbreviates a list of tensor names."""
     lines = []
-    for finding in reading.findings:
+    for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]
-    if not reading.findings:
-        weights = "1 weight" if reading.quantised == 1 else f"{reading.quantised} weights"
-        lines.append(f"nothing against it: {weights} with scales, all others as they are")
-    return [f"{reading.runtime}: by its source", *lines]
+    if not lint.findings:
+        weights = "1 weight" if lint.quantised == 1 else f"{lint.quantised} weights"
+        lines.append(f"no problem found: {weights} with scales, all others without")
+    return [f"{lint.runtime}: by its source", *lines]

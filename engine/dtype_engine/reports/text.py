@@ -77,7 +77,7 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
             )
             size = tensor.nbytes if planned == tensor.dtype else dtypes.nbytes_in(tensor.shape, planned)
             kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
-            count = "" if kind else "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters)
+            count = "" if kind else "unknown" if tensor.logical_numel == "unknown" else human_count(tensor.parameters)
             rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
     return "\n".join(table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3)))
 

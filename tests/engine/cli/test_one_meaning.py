@@ -35,11 +35,11 @@ def test_classes_that_nobody_knows_are_refused_in_one_line_by_all(
     safetensors.torch.save_file(nn.Linear(4, 4).state_dict(), file)
     said = {refusal(capsys, *command) for command in every_command(str(file), tmp_path, ["--cast", "type:Linear=f16"])}
     assert len(said) == 1
-    assert "pattern 'type:Linear' goes by module classes" in said.pop()
+    assert "pattern 'type:Linear' matches module classes" in said.pop()
     recipe = tmp_path / "r.yaml"
     recipe.write_text("version: 1\nrules:\n  - pattern: type:Linear\n    dtype: float16\n")
     for command in (["convert", str(recipe), "--to", "torchao"], ["lint", str(recipe), "--for", "torchao"]):
-        assert "goes by module classes" in refusal(capsys, "recipe", *command, "--model", str(file))
+        assert "matches module classes" in refusal(capsys, "recipe", *command, "--model", str(file))
 
 
 def test_a_class_that_is_not_there_is_refused_by_all(
@@ -82,7 +82,7 @@ def test_the_names_of_the_files_and_those_of_the_model_mean_the_same(
     assert theirs["planned_bytes"] == own["planned_bytes"]
     drift = answer(capsys, "drift", str(folder), "--cast", "re:model[.]layers[.]0[.].*experts.*w[13].*=f16", "--json")
     assert drift["memory"]["planned_bytes"] == own["planned_bytes"]
-    assert "takes only a part of" in refusal(capsys, "inspect", str(folder), "--cast", f"{experts[0]}=f16")
+    assert "matches only a part of" in refusal(capsys, "inspect", str(folder), "--cast", f"{experts[0]}=f16")
 
 
 def test_weights_of_a_model_made_by_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

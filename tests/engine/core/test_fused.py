@@ -42,23 +42,22 @@ def test_a_group_in_several_formats_is_split() -> None:
 
 
 def test_what_a_cast_does_to_the_others_is_said() -> None:
-    assert words_of("nvfp4", ATTENTION[:1], plan()) == "k_proj, v_proj not: vLLM refuses"
+    assert words_of("nvfp4", ATTENTION[:1], plan()) == "k_proj, v_proj differ: vLLM refuses"
     assert words_of("nvfp4", ATTENTION, plan()) == ""
     assert words_of("nvfp4", ATTENTION[:1], plan(k_proj="nvfp4", v_proj="nvfp4")) == "k_proj, v_proj: new scale"
     assert words_of("bfloat16", ATTENTION[:1], plan(self_attn="nvfp4")) == (
-        "k_proj, v_proj: new scale, k_proj, v_proj not: vLLM refuses"
+        "k_proj, v_proj: new scale, k_proj, v_proj differ: vLLM refuses"
     )
     twice = {f"{model}.{name}": dtype for model in "ab" for name, dtype in plan().items()}
     assert words_of("nvfp4", [f"a.{ATTENTION[0]}", f"b.{ATTENTION[0]}", f"b.{MLP[1]}"], twice) == (
-        "k_proj, v_proj, gate_proj not: vLLM refuses"
+        "k_proj, v_proj, gate_proj differ: vLLM refuses"
     )
     assert words_of("float16", ATTENTION[:1], plan()) == "", "runtimes cast those that have no scales"
     assert words_of("stored", ATTENTION[:1], plan()) == ""
     planned = plan(self_attn="nvfp4", gate_proj="int8")
+    assert fused_with(ATTENTION[0], planned) == "with k_proj, v_proj in vLLM and SGLang: they share one tensor scale"
     assert (
-        fused_with(ATTENTION[0], planned)
-        == "with k_proj, v_proj in vLLM and SGLang: one scale of the tensor, for the largest of them"
+        fused_with(MLP[0], planned) == "with up_proj in vLLM and SGLang, which refuse different formats: up_proj bf16"
     )
-    assert fused_with(MLP[0], planned) == "with up_proj in vLLM and SGLang, which refuse it: up_proj bf16"
     assert fused_with(EXPERT[0], planned) == "with w3 in vLLM and SGLang"
     assert fused_with(EXPERT[1], planned) == ""

@@ -52,7 +52,7 @@ def test_braces_nest_and_zeros_are_kept() -> None:
 @given(NAMES, NAMES)
 def test_a_literal_name_takes_itself_and_what_is_below_it_and_nothing_else(name: str, other: str) -> None:
     pattern = compile_pattern(generalisations(name)[0])
-    assert pattern.takes(other) == (other == name or other.startswith(name + "."))
+    assert pattern.selects(other) == (other == name or other.startswith(name + "."))
 
 
 @pytest.mark.parametrize(
@@ -65,14 +65,14 @@ def test_a_literal_name_takes_itself_and_what_is_below_it_and_nothing_else(name:
     ],
 )
 def test_the_classic_confusions_do_not_happen(pattern: str, taken: str, left: str) -> None:
-    assert compile_pattern(pattern).takes(taken)
-    assert not compile_pattern(pattern).takes(left)
+    assert compile_pattern(pattern).selects(taken)
+    assert not compile_pattern(pattern).selects(left)
 
 
 @given(NAMES)
 def test_every_generalisation_takes_the_node_it_came_from(name: str) -> None:
     for pattern in generalisations(name):
-        assert compile_pattern(pattern).takes(name), pattern
+        assert compile_pattern(pattern).selects(name), pattern
 
 
 def test_generalisations_go_from_one_to_its_kind() -> None:
@@ -115,7 +115,7 @@ def test_bad_patterns_say_where(text: str, position: int) -> None:
 @given(st.text(max_size=30))
 def test_any_text_is_a_pattern_or_a_pattern_error(text: str) -> None:
     with contextlib.suppress(PatternError):
-        compile_pattern(text).takes("model.layers.1.mlp")
+        compile_pattern(text).selects("model.layers.1.mlp")
 
 
 STARRED = st.lists(st.sampled_from(["*", "*", "?", "a", "b", ".", "{a,bb}", "{b,a*}", "[ab]", "{9..11}"]), max_size=6)

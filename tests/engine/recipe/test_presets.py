@@ -66,7 +66,7 @@ def planned(name: str, tree: Tree = MOE) -> dict[str, str]:
 def test_all_bf16_needs_no_classes() -> None:
     headers = from_tensors(TensorInfo(tensor.name, tensor.shape, tensor.dtype) for tensor in MOE.tensors.values())
     assert set(planned("all-bf16", headers).values()) == {"bfloat16"}
-    with pytest.raises(UserError, match=r"goes by module classes.*config\.json"):
+    with pytest.raises(UserError, match=r"matches module classes.*config\.json"):
         preset("fp16-but-norms").recipe(headers)
 
 
@@ -251,12 +251,12 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("model: [1]", "'model' must be a text"),
+        ("model: [1]", "'model' must be a string"),
         ("settings: 3", "settings: expected object, got int"),
         ("settings: {speed: 1}", "unknown setting 'speed'"),
         ("settings: {compute: fp8}", "setting compute: choose one of"),
         ("settings: {compute: foo}", "setting compute: unknown dtype"),
-        ("settings: {autocast: float32}", "torch.autocast knows"),
+        ("settings: {autocast: float32}", "torch.autocast supports"),
         ("settings: {quantize_activations: all}", "settings: quantize_activations: invalid enum value 'all'"),
         ("settings: {float_inputs: maybe}", "settings: float_inputs: invalid enum value 'maybe'"),
         ("measured: 3", "'measured' must be a mapping"),
@@ -273,7 +273,7 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
         ),
         (
             "measured: {lost: [{tensor: a, dtype: stored, overflowed: 0, vanished: 0, elements: 1}]}",
-            "measured.lost: stored is no dtype",
+            "measured.lost: stored is not a dtype",
         ),
         ("notes: 3", "unknown entry 'notes'"),
     ],

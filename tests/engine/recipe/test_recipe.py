@@ -198,10 +198,10 @@ def test_recipe_files_come_back_as_written(
     [
         ("rules: 3", "is not a recipe"),
         ("version: 2\nrules: []", "version 2 is unknown"),
-        ("version: 1\nrules: [{pattern: a}]", "rule 1 needs"),
+        ("version: 1\nrules: [{pattern: a}]", "rule 1 must have"),
         ("version: 1\nrules: [{pattern: a, dtype: foo}]", "rule 1: unknown dtype"),
         ("version: 1\nrules: []\nrulez: 1", "unknown entry 'rulez'"),
-        ("a: [", "no valid YAML in line"),
+        ("a: [", "not valid YAML in line"),
     ],
 )
 def test_recipe_files_that_are_wrong_name_the_file_and_the_place(tmp_path: Path, text: str, says: str) -> None:

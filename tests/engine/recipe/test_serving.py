@@ -99,7 +99,9 @@ def test_what_no_layout_has_is_refused_with_the_reason() -> None:
     assert list(reasons) == ["only the weights of linear layers are quantised", "routers are not quantised"]
     assert found(read("*.o_proj=mxfp6_e2m3")) == [("refused", "no checkpoint layout has mxfp6e2")]
     assert found(read("*.o_proj=float8_e5m2")) == [("refused", "no checkpoint layout has fp8e5")]
-    assert found(read("*.o_proj=nvfp4", of=tree(heads_out=250))) == [("refused", "rows are no multiple of 16 values")]
+    assert found(read("*.o_proj=nvfp4", of=tree(heads_out=250))) == [
+        ("refused", "its rows are not a multiple of 16 values")
+    ]
 
 
 def test_int8_for_weights_alone_has_no_layout_that_loads() -> None:
@@ -144,7 +146,7 @@ def test_sglang_reads_one_format_for_all_and_no_zero_points() -> None:
     assert found(read(*mixed, runtime="sglang"))[0][0] == "refused"
     assert read("*.experts=int4@g128a").findings == ()
     assert found(read("*.experts=int4@g128a", runtime="sglang")) == [
-        ("refused", "zero points are not taken: int4@g128 has none")
+        ("refused", "zero points are not supported: int4@g128 has none")
     ]
 
 
@@ -168,4 +170,4 @@ def test_the_command_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.C
     assert answer["findings"][0]["effect"] == "refused"
     file.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: "bfloat16"}\n')
     assert run(cli, "dtype-engine", arguments) == 0
-    assert "nothing against it: 0 weights" in capsys.readouterr().out
+    assert "no problem found: 0 weights" in capsys.readouterr().out

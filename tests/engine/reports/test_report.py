@@ -239,7 +239,7 @@ def test_a_recipe_on_another_model_says_what_takes_nothing(
     assert run(cli, "dtype-engine", ["drift", str(source), "--recipe", str(file)]) == 2
     said = capsys.readouterr().err
     assert "'*.moe' matches nothing" in said
-    assert "nor does 1 more rule take anything: 'type:Mamba'" in said
+    assert "nor does 1 more rule match anything: 'type:Mamba'" in said
     file.write_text("version: 1\nmodel: other\nrules:\n- {pattern: '*.mlp', dtype: bf16}\n")
     assert run(cli, "dtype-engine", ["drift", str(source), "--recipe", str(file), "--json"]) == 0
     assert f"{file} was made for other, and this is llama" in capsys.readouterr().err

@@ -211,7 +211,7 @@ async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
         assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),)) == engine(app).recipes[-1]
         for line, says in (
             ("preset all-bf16", "in force already"),
-            ("preset fp8-linears", "goes by module classes"),
+            ("preset fp8-linears", "matches module classes"),
             ("preset all-bf15", "did you mean all-bf16?"),
         ):
             await enter(app, pilot, line)

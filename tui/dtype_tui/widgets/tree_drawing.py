@@ -120,9 +120,8 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
         size = totals.total_bytes
     else:
         tensor = row.tensor
-        parameters = (
-            "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters) if tensor.parameters else ""
-        )
+        known = human_count(tensor.parameters) if tensor.parameters else ""
+        parameters = "unknown" if tensor.logical_numel == "unknown" else known
         size = tensor_bytes(tensor, experiment.plan.dtypes[tensor.name])
     counted = not row.alias and not (experiment.model.partial and row.tensor is None)
     if columns.parameters:

@@ -1,7 +1,7 @@
-"""Recipes in the words of other tools.
+"""Converts recipes to the formats of other tools.
 
-What is written is computed from the plan over a model's tensors, not from the rules: exact, anchored and disjoint, so that
-it can't matter which of several patterns a tool prefers. What a tool can't express is listed.
+The patterns are computed from the plan of a model's tensors, not from the rules. They are exact, anchored and disjoint, so a
+tool's order of precedence does not matter. What a tool can't express is listed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TARGET_SUFFIXES = {
     "modelopt": ".json",
     "comfyui": ".json",
 }
-"""Every target, and what kind of file its tool reads. The module of this package with its name is imported when it is asked for."""
+"""Every target and the suffix of the file that its tool reads. A target's module in this package is imported only when used."""
 
 
 def target_named(name: str) -> Target:
-    """The target of this name. Raises UserError."""
+    """The target with this name. Raises UserError for an unknown name."""
     if name not in TARGET_SUFFIXES:
         raise UserError(f"unknown target {name!r}: use one of {', '.join(TARGET_SUFFIXES)}")
     target: Target = import_module(f"{__name__}.{name.replace('-', '_').replace('.', '_')}").TARGET

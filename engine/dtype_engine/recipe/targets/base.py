@@ -1,4 +1,4 @@
-"""What every target has in common: the plan it is given, what comes out, and the list of what it can't express."""
+"""What all targets share: the plan that they convert, the result, and the list of what the target can't express."""
 
 from __future__ import annotations
 
@@ -16,114 +16,113 @@ Part = Literal["dtype", "scale"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A plan, the tree it belongs to, and what a target needs to know about the model besides.
-
-    `kinds` has, for a module class, the names of the classes it is a subclass of: many tools ask `isinstance`.
-    `activations`: the run setting `quantize_activations` that the recipe is for.
-    """
+    """A plan, its tree, and what else a target needs to know about the model."""
 
     tree: Tree
     plan: Plan
     title: str = "model"
     model_type: str | None = None
+    """The `model_type` in config.json."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """For each module class, the names of its base classes, because many tools use `isinstance`."""
     activations: Literal["none", "weights"] = "none"
+    """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Whether a module is an instance of one of these classes, or of a subclass as far as those are known."""
+        """Whether a module is an instance of one of these classes or, as far as base classes are known, of a subclass."""
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
     def module_of(self, tensor: str) -> Module:
-        """The module that holds a tensor itself."""
+        """The module that directly holds a tensor."""
         return self.tree.modules[tensor.rpartition(".")[0]]
 
     def all_names(self) -> set[str]:
-        """Every name that a pattern could meet: modules, tensors, and the further names of tied weights."""
+        """Every name that a pattern could match: modules, tensors, and aliases of tied weights."""
         names = {name for tensor in self.tree.tensors.values() for name in tensor.names}
         return names | {name for name in self.tree.modules if name}
 
     def in_scope(self) -> list[TensorInfo]:
-        """The tensors that rules can change."""
+        """The tensors whose dtype a rule can change."""
         return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Tensors whose plan the target can't express, why, and what they get instead.
-
-    `part` is "scale" where the dtype is right and only the scales are not those of the plan.
-    """
+    """Tensors whose planned dtype the target can't express."""
 
     why: str
     part: Part
+    """"scale" if the target has the planned dtype but computes other scales."""
     planned: str
     instead: str
+    """The dtype that the tensors get in the target instead of the planned one."""
     tensors: tuple[str, ...]
+    """Canonical names of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """A recipe in another tool's words.
-
-    `text` is what to write to a file; `patterns` are the target's own patterns and the dtype each stands for;
-    `base` the dtype of everything that no pattern takes, where there is one.
-    """
+    """A recipe converted for another tool."""
 
     text: str
+    """The content of the file for the tool."""
     patterns: tuple[tuple[str, str], ...]
+    """Each pattern in the tool's syntax with the dtype that its tensors get."""
     base: str | None
+    """The dtype of all tensors that no pattern matches; None if the tool has no such dtype."""
     left_out: tuple[Unsupported, ...]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a pattern takes in a target's matcher, by canonical tensor names; `problem` says why it takes nothing."""
+    """What a pattern matches in a target."""
 
     tensors: frozenset[str]
+    """Canonical names of the tensors that it matches."""
     problem: str | None = None
+    """Why the pattern matches nothing, if that is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target: how to write for it, and how it reads.
-
-    `matchable` gives the tensors that its patterns can have an effect on at all. `match` reads a pattern as the target does, and
-    raises PatternError where it means nothing to its regular expressions.
-    `precedence` gives the index of the one that wins among patterns that all match; None where a tool has no order.
-    """
+    """A tool that recipes can be converted for."""
 
     name: str
     matcher: str
+    """How the tool matches patterns, in words."""
     precedence: Callable[[Sequence[str]], int] | None
+    """Returns the index of the pattern that wins among several that match; None if the tool has no order of precedence."""
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
+    """Returns the canonical names of all tensors that the tool's patterns can affect."""
     match: Callable[[Context, str], Match]
+    """Matches a pattern as the tool does. Raises PatternError for an invalid regular expression."""
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
-    """A tool's regular expression, without the flag that ours have. Raises PatternError."""
+    """Compile a tool's regular expression. Unlike in our patterns, `.` does not match a line break. Raises PatternError."""
     return compile_regex(source, pattern, kind, dotall=False)
 
 
 def first(patterns: Sequence[str]) -> int:
-    """The first pattern that matches wins."""
+    """The `precedence` of a target in which the first matching pattern wins."""
     return 0
 
 
 def last(patterns: Sequence[str]) -> int:
-    """The last pattern that matches wins."""
+    """The `precedence` of a target in which the last matching pattern wins."""
     return len(patterns) - 1
 
 
 def exact_first(patterns: Sequence[str]) -> int:
-    """An exact name goes before expressions, whatever the order."""
+    """The `precedence` of a target in which an exact name wins over regular expressions in any order."""
     return next((index for index, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
 
 class UnsupportedList:
-    """Gathers what is left out, tensor by tensor, and puts tensors with the same reason together."""
+    """Collects tensors that a target can't express, and groups those with the same reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -137,14 +136,17 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A plan as quantisers see it: weights to quantise (`low`, by dtype), and one dtype for all the rest."""
+    """A plan divided as quantisers need it: the weights to quantise, and one dtype for everything else."""
 
     low: Mapping[str, str]
+    """The storage dtype of each weight to quantise, by canonical name."""
     base: str
+    """The dtype of all tensors that are not in `low`."""
     losses: UnsupportedList
+    """The tensors that get another dtype than the planned one."""
 
     def by_dtype(self) -> dict[str, list[str]]:
-        """The weights to quantise, per dtype, in the model's order."""
+        """The names of the weights to quantise, for each dtype, in the model's order."""
         names_by_dtype: dict[str, list[str]] = {}
         for name, dtype in self.low.items():
             names_by_dtype.setdefault(dtype, []).append(name)
@@ -159,11 +161,11 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Which weights a quantiser can take as planned, and what is left out.
+    """Find the weights that a tool can quantise as planned, and the tensors that it can't give their planned dtype.
 
-    Such tools quantise the `weight` of modules of certain classes, and load everything else in one dtype.
-    `by_transformers` says that transformers does that loading, which keeps in float32 what the model declares so. `also` gives
-    why a tool does not take the weight of a module into a dtype that it has, None where it does.
+    Such tools quantise the `weight` of modules of certain classes (`kinds`) to some dtypes (`formats`) and load everything else in
+    one dtype. by_transformers: transformers loads the model, and keeps modules in float32 that the model declares. also: returns
+    a further reason why the tool can't quantise a module's weight to one of its dtypes; None if it can.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -205,7 +207,7 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Why a quantiser can't take a tensor into a storage-only dtype; None when it can."""
+    """Why a tool can't quantise a tensor to a storage dtype; None if it can."""
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
         return f"{tool} quantises the parameters named 'weight' only"
@@ -214,7 +216,7 @@ def _refusal(
     if len(tensor.shape) < 2:
         return f"{tool} quantises matrices only"
     if tensor.aliases:
-        return f"the weight is tied, and {tool} would part it from its other names"
+        return f"the weight is tied, and {tool} would untie it"
     if dtype not in formats:
         return f"{tool} has no {dtypes.short_name(dtype)}"
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -226,19 +228,19 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """The computed dtype that most elements are planned in; where none is, the one that most are stored in."""
+    """The compute dtype of most elements in the plan; if the plan has none, the compute dtype of most elements as stored."""
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:
             if (dtype := dtype_by_name[tensor.name]) in elements:
                 elements[dtype] += tensor.numel
         if any(elements.values()):
-            return max(elements, key=elements.__getitem__)  # of equals the first in the table
+            return max(elements, key=elements.__getitem__)  # on a tie, the first in the table
     return "float32"
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """What `from_pretrained(dtype=...)` makes of a tensor: what the model keeps in float32 is widened, and only that."""
+    """The dtype that `from_pretrained(dtype=...)` gives a tensor: `dtype`, or float32 if the model declares that for its module."""
     kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
     plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
@@ -246,7 +248,7 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """The weight that quantisers would take of every module of some classes: module name to canonical tensor name."""
+    """The weights that a quantiser of these module classes could quantise: module name -> canonical tensor name."""
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")
@@ -256,28 +258,29 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """What the patterns of such a quantiser can have an effect on: these weights, by canonical tensor names."""
+    """A function for `Target.matchable`: the tensors that a quantiser of these module classes can affect."""
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
 def loading_note(base: str) -> str:
-    """How the model must be loaded for the rest of the plan to come true."""
-    return f"load the model in {base}: that is what everything not listed is planned in"
+    """A note that says in which dtype the model must be loaded."""
+    return f"load the model in {base}, the planned dtype of everything that is not listed"
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """What a tool's recipe does not have of a run whose activations are quantised, where there are such weights. written: the
-    dtypes whose activations it has.
+    """A note that the tool's file does not quantise activations, if the recipe is for a run that does.
+
+    written: the weight dtypes for which the file does quantise activations.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):
         return ()
     of = f" of weights in {', '.join(map(dtypes.short_name, sorted(left)))}" if left != wide else ""
     return (
-        f"activations{of} stay wide in this recipe for {tool}: only weights are written, and the recipe is for quantised ones",
+        f"activations{of} stay wide in this file for {tool}, which quantises only weights, but the recipe quantises activations",
     )
 
 
 def as_comment(lines: Iterable[str]) -> str:
-    """Lines of text as comments."""
+    """Lines of text as lines of comments that begin with `#`."""
     return "".join(f"# {line}\n" for line in lines)

@@ -1,4 +1,4 @@
-"""ComfyUI: the `_quantization_metadata` entry of a safetensors file's header. Layers are named one by one."""
+"""Converts recipes for ComfyUI: the `_quantization_metadata` entry in a safetensors header, which names each layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtype_engine.recipe.targets.base import (
 NAME = "comfyui"
 KINDS = frozenset({"Linear"})
 FORMATS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "int8": "int8_tensorwise"}
-"""ComfyUI's names of the formats; all have one scale for a whole tensor."""
+"""ComfyUI's names for the formats. Each has a single scale per tensor."""
 
 
 def convert(context: Context) -> Conversion:
@@ -34,11 +34,11 @@ def convert(context: Context) -> Conversion:
             parts.losses.add(
                 name, dtype, row.torch_name + dtypes.PER_TENSOR, "ComfyUI has one scale for the whole tensor", "scale"
             )
-    # The header's values are texts, so the entry is JSON within JSON.
+    # Values in the header are strings, so the entry is JSON inside JSON.
     metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     notes = [
         loading_note(parts.base),
-        "the file needs a float32 scalar beside every listed weight, NAME.weight_scale, to multiply it with",
+        "for every listed weight, the file also needs its scale, a float32 scalar named NAME.weight_scale",
     ]
     if any(entry["format"] == FORMATS["int8"] for entry in layers.values()):
         notes.append("int8_tensorwise needs a recent ComfyUI; its first releases with this metadata had float8 only")

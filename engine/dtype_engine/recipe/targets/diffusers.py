@@ -1,7 +1,7 @@
-"""diffusers' layerwise casting: one dtype to store in, one to compute in, and patterns of modules to pass over.
+"""Converts recipes for diffusers' layerwise casting: a storage dtype, a compute dtype, and patterns of modules to skip.
 
-Going down from the root, a module is passed over with all below it where a pattern is found (`re.search`) in its dotted
-name; modules of certain classes are cast as they are, biases included and without scales.
+diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted
+name. It casts whole modules of certain classes, including biases and without scales.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = frozenset(
     {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
 )
 STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
-"""What a plain `.to()` can store weights in; integers would lose everything."""
+"""The dtypes in which `.to()` can store weights. Integers are not among them, because without scales all weights would be lost."""
 
 
 def convert(context: Context) -> Conversion:
@@ -41,10 +41,10 @@ def convert(context: Context) -> Conversion:
     modules = [name for name in context.tree.modules if name]
     patterns = [f"^{regex}$" for regex in regexes(skipped, modules)]
     notes = (
-        f"weights are stored in {storage} and computed in {base}; all that is not listed is kept in {base}",
-        "diffusers casts without scales: small values underflow that the plan's scales would keep"
+        f"weights are cast to {storage} and computed in {base}; the modules listed to skip are kept in {base}",
+        "diffusers casts without scales: small values underflow that the plan's scales would preserve"
         if storage in dtypes.STORAGE_DTYPES
-        else "diffusers computes in one dtype, whatever a weight is stored in",
+        else "diffusers computes in one dtype, whatever dtype a weight is stored in",
     )
     return Conversion(
         _snippet(storage if cast else base, base, patterns, bool(cast), notes),
@@ -53,7 +53,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """The modules that would be cast as they are, with the tensors below each that could be."""
+    """The modules that diffusers can cast, each with the names of the castable tensors in it."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -66,7 +66,7 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _planned(context: Context, tensor: str) -> str:
-    """The planned dtype, its scales left aside; those of blocks can't be."""
+    """The planned dtype of a tensor without its scales; block formats can't be reduced like that and are returned unchanged."""
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:
         return dtype
@@ -74,7 +74,7 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """The dtypes to store and to compute in that leave the fewest elements out."""
+    """The storage and compute dtypes with which the fewest elements get another dtype than planned."""
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
@@ -91,7 +91,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """The modules to cast: those that most of is planned in the storage dtype."""
+    """The modules to cast: those with more elements planned in the storage dtype than in the compute dtype."""
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -108,7 +108,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """The dtype that every tensor ends up in."""
+    """The dtype that each tensor finally has, by canonical name."""
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))
@@ -130,13 +130,13 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
         elif planned in dtypes.STORAGE_DTYPES and not context.is_kind(context.module_of(tensor.name), KINDS):
             why = "diffusers casts linear, convolutional and embedding layers only"
         else:
-            why = "diffusers has one dtype to store in and one to compute in, and takes a layer's weight and bias together"
+            why = "diffusers has one storage and one compute dtype, and casts a layer's weight and bias together"
         losses.add(tensor.name, planned, instead, why)
     return losses
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """The modules to pass over: as far up as nothing below is to be cast, for patterns that are few and readable."""
+    """The modules to skip. Each is the topmost module in which nothing is cast, so that the patterns are few and readable."""
     holding: set[str] = set()
     for leaf in cast:
         holding.update((leaf, *ancestors(leaf)))
@@ -149,7 +149,7 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
-    """Python that does it. `()` and not None where nothing is passed over: None would cast the model as a whole."""
+    """Python code that casts the model. If nothing is skipped, it passes `()`, as None would cast the model as a whole."""
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (
         f"    apply_layerwise_casting(\n        model, storage_dtype=torch.{storage}, compute_dtype=torch.{base}, "
@@ -182,7 +182,7 @@ def match(context: Context, pattern: str) -> Match:
     search = matcher(pattern.removeprefix("re:"), pattern, "search")
     taken: set[str] = set()
     for leaf, tensors in _leaves(context).items():
-        # The root's own name is the empty text, and it is looked at too.
+        # diffusers also searches the root's name, which is empty.
         if any(map(search, (leaf, *ancestors(leaf)))):
             taken.update(tensors)
     return Match(frozenset(taken))

@@ -1,7 +1,7 @@
-"""llama.cpp: lines for `llama-quantize --tensor-type-file`, over the names that GGUF gives to tensors.
+"""Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-A pattern is searched for (`std::regex_search`), so ours are anchored. Overrides are only looked at when the type asked
-for is a quantised one, Q8_0 here; every tensor that can be quantised gets a line of its own dtype.
+llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. It applies these lines only if the requested
+type is a quantised one, here Q8_0; so a line covers every tensor that can be quantised.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 DEFAULT = "q8_0"
 BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
-"""Values that share a scale in these, which take no rows that are no multiple."""
+"""Values per scale in `BLOCKED` types. Rows must be a multiple of this."""
 ODD_ROWS = "f16"
-"""What llama.cpp falls back to for those."""
+"""The type that llama.cpp uses instead for rows that are not a multiple."""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
     r"|\.rel_pos|\.patch_embd|\.patch_merger"
 )
-"""Matrices that llama-quantize keeps as they are (`tensor_allows_quantization`)."""
+"""Matrices that llama-quantize never quantises (`tensor_allows_quantization`)."""
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
-"""Names of config.json's model_type that gguf spells otherwise."""
+"""The gguf names of architectures whose `model_type` in config.json is different."""
 
 
 def convert(context: Context) -> Conversion:
@@ -71,7 +71,7 @@ def convert(context: Context) -> Conversion:
         fallback = ODD_ROWS if odd else DEFAULT
         if type_ is None:
             why = (
-                "it becomes part of one GGUF tensor with weights planned otherwise"
+                "it becomes part of a GGUF tensor with weights of other planned dtypes"
                 if types
                 else "GGUF has no such type"
             )
@@ -82,7 +82,7 @@ def convert(context: Context) -> Conversion:
         elif type_ == DEFAULT:
             _add(losses, context, infos, DEFAULT, f"{DEFAULT} has a float16 scale for every {BLOCK} values", "scale")
         elif type_ in BLOCKED:
-            _add(losses, context, infos, "mxfp4:floor", "llama.cpp takes the exponent down", "scale")
+            _add(losses, context, infos, "mxfp4:floor", "llama.cpp rounds the exponent down", "scale")
         lines.setdefault(type_ or fallback, set()).add(name)
     universe = set(sources)
     patterns = [
@@ -107,13 +107,13 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Whether llama-quantize touches a tensor: matrices named weight, norms, routers, positions and the like apart."""
+    """Whether llama-quantize can quantise a tensor: a matrix named `weight`, except norms, routers, position embeddings, etc."""
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """The GGUF names of every tensor that rules can change; none where it has none. Raises UserError."""
+    """The GGUF names of every tensor that rules can change; () if GGUF has no name for it. Raises UserError as `name_map` does."""
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -122,7 +122,10 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """A function from a module's name in transformers to GGUF's, without `.weight`. Raises UserError."""
+    """A function from a module's name in transformers to its GGUF name, both without `.weight`.
+
+    blocks: how many layers the map must cover. Raises UserError if gguf does not know the architecture.
+    """
     import gguf
 
     if model_type is None:
@@ -138,7 +141,9 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """GGUF puts a layer's experts into one tensor; transformers may have packed gate and up projections before."""
+    """The GGUF names of a tensor. GGUF packs a layer's experts into one tensor; a gate and up projection that transformers packs
+    has two names.
+    """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]
     if local in ("weight", "bias"):
@@ -165,11 +170,11 @@ def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
     if re.search(r"\s", pattern):
-        return Match(frozenset(), "a line ends at the first space")
+        return Match(frozenset(), "a pattern in this file ends at the first space")
     search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
     tensors = gguf_tensors(context)
     taken = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
-    return Match(taken, None if taken else "it is searched for in GGUF names, such as blk.0.attn_q.weight")
+    return Match(taken, None if taken else "the pattern must match GGUF names, such as blk.0.attn_q.weight")
 
 
 TARGET = Target(NAME, "regex_search in GGUF tensor names, in lower case", first, convert, matchable, match)

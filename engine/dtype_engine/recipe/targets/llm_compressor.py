@@ -1,7 +1,7 @@
-"""llm-compressor: a recipe with one `QuantizationModifier`.
+"""Converts recipes for llm-compressor: a recipe with one `QuantizationModifier`.
 
-compressed-tensors matches targets to module names: `re:` with `re.match` (the start only, so ours end in `$`), else the
-exact name or a class name. Only module weights are quantised.
+compressed-tensors matches targets against module names. A target is `re:` and an expression for `re.match`, which matches at the
+start only (so ours end in `$`), an exact name, or a class name. Only module weights are quantised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""What llm-compressor quantises to as planned: of MX formats those with its own rule for scales."""
+"""The dtypes that llm-compressor quantises exactly as planned; of the MX formats, only those with its own rule for scales."""
 
 
 def convert(context: Context) -> Conversion:
@@ -64,7 +64,7 @@ def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("re:"):
         matches = matcher(pattern[3:], pattern, "match")
         return Match(frozenset(tensor for module, tensor in weights.items() if matches(module)))
-    # A rule by class has a counterpart there: the bare class name.
+    # In llm-compressor, the counterpart of `type:Class` is the class name alone.
     name = pattern.removeprefix("type:")
     taken = frozenset(
         tensor

@@ -1,10 +1,10 @@
-"""NVIDIA ModelOpt: the `quant_cfg` list for `mtq.quantize`.
+"""Converts recipes for NVIDIA ModelOpt: the `quant_cfg` list for `mtq.quantize`.
 
-Every module it can quantise gets quantizers below it (`...q_proj.weight_quantizer`); entries name them by `fnmatch`, and
-the last that matches wins. All are turned off first, then the planned weights are turned on.
+ModelOpt adds quantizers below every module that it can quantise (`...q_proj.weight_quantizer`). Entries of the list match their
+names by `fnmatch`, and the last match wins. Our list first disables all quantizers and then enables those of planned weights.
 
-Blocks are `block_sizes` by dimension (ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`, `INT4_BLOCKWISE_WEIGHT_ONLY_CFG`,
-`FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, which JSON does not have.
+Block sizes are given per dimension in `block_sizes` (as in ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`,
+`INT4_BLOCKWISE_WEIGHT_ONLY_CFG`, `FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, which JSON keys can't be.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 
 def convert(context: Context) -> Conversion:
     parts = split(context, NAME, FORMATS, KINDS)
-    # Any module could have quantizers as far as the tree tells, so the patterns are exact among all of them.
+    # The tree does not say which modules get quantizers, so the patterns are exact among the quantizers of all modules.
     universe = [f"{module}.{quantizer}" for module in context.tree.modules if module for quantizer in QUANTIZERS]
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     patterns: list[tuple[str, str]] = []
@@ -64,7 +64,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _config(dtype: str) -> dict[str, Any]:
-    """The attributes of a weight's quantizer."""
+    """The attributes of a weight quantizer for a dtype."""
     row = dtypes.BY_NAME[dtype]
     bits: int | list[int] = row.bits if row.kind == "int" else [row.exponent, row.mantissa]
     blocks = row.blocks
@@ -79,22 +79,22 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """The format that ModelOpt's scales are those of, and what is different; None where they are as planned."""
+    """If ModelOpt computes other scales than planned: the dtype with its scales, and the difference in words. Otherwise None."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None
     if row.kind == "int":
         return dtype, f"ModelOpt's scales are amax / {row.max:g}, in float32"
     if row.blocks.rule not in ("amax", "rceil"):
-        return dtype.partition(":")[0] + ":rceil", "ModelOpt takes the exponent up"
+        return dtype.partition(":")[0] + ":rceil", "ModelOpt rounds the exponent up"
     if row.blocks.tensor_scale:
-        return dtype, "ModelOpt shares the scale of fused layers when it exports, and not while it measures"
+        return dtype, "ModelOpt shares the scale of fused layers only when it exports"
     return None
 
 
 def match(context: Context, pattern: str) -> Match:
     if pattern.startswith(("re:", "type:")):
-        return Match(frozenset(), "patterns are globs; expressions and classes are not known")
+        return Match(frozenset(), "patterns are globs; regular expressions and classes are not supported")
     matches = re.compile(fnmatch.translate(pattern)).match
     weights = weights_of(context, KINDS)
     taken = frozenset(tensor for module, tensor in weights.items() if matches(f"{module}.weight_quantizer"))

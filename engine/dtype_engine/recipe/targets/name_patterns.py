@@ -1,7 +1,7 @@
-"""From a set of names to few patterns that match exactly these among all the names there are.
+"""Finds few patterns that match exactly a given set of names among all names of a model.
 
-Names are split at their dots. Names that differ in one part only become one product of choices, again and again; that
-never takes more than what was asked for. Where all the numbers that occur are chosen, any number will do.
+Names are split at dots. Names that differ in only one part are merged repeatedly into a product of choices, which never matches
+additional names. If a place has all the numbers that occur there, it may match any number.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The texts that may stand in one place of a name; None for any number."""
+"""The parts of names that match in one place; None for any number."""
 Product = tuple[Choice, ...]
+"""A choice for each place. It matches every combination of them."""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
-    """Products of choices that cover `wanted` and nothing else of `universe`."""
+    """Products that together match all names in `wanted` and no other name in `universe`."""
     names = list(dict.fromkeys(wanted))
     covered: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
     longest = max(map(len, covered), default=0)
-    # Numbers are merged first, so that layers come together before projections do: that reads best.
+    # Numbers are merged first, because patterns read best if layers are merged before projections.
     for numbers in (True, False):
         for index in reversed(range(longest)):
             covered = _merged(covered, index, numbers)
@@ -37,7 +38,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Products that differ in one place only, put together."""
+    """Merge products that differ only in the place `index`, if that place has only numbers, or no numbers."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -55,7 +56,7 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """With any number in place of a list of numbers, wherever that takes no further name."""
+    """The product with each list of numbers replaced by any number, if it then matches no other name."""
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])
@@ -71,7 +72,7 @@ def _covers(product: Product, parts: list[str]) -> bool:
 
 
 def regexes(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Regular expressions that take, matched in whole, exactly `wanted` of `universe`. Callers anchor them."""
+    """Regular expressions whose full matches in `universe` are exactly the names in `wanted`. The caller adds anchors."""
     return [r"\.".join(map(_as_regex, product)) for product in products(wanted, universe)]
 
 
@@ -87,9 +88,7 @@ def _sorted(choice: frozenset[str]) -> list[str]:
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """`fnmatch` patterns that take exactly `wanted` of `universe`. `*` is used only where it takes no more than a number
-    would.
-    """
+    """`fnmatch` patterns that match exactly the names `wanted` in `universe`. A number becomes `*` only if that is still exact."""
     names = list(dict.fromkeys(wanted))
     patterns: list[str] = []
     for product in products(names, universe):
@@ -105,7 +104,7 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Globs have no alternatives but those of one character."""
+    """The globs for one place: one for each text, because globs have alternatives only for single characters."""
     if choice is None:
         return ["*"]
     texts = _sorted(choice)
@@ -115,5 +114,5 @@ def _as_globs(choice: Choice) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A text that means itself to `fnmatch`."""
+    """A text as an `fnmatch` pattern that matches only itself."""
     return re.sub(r"[*?\[]", lambda special: f"[{special[0]}]", text)

@@ -1,7 +1,7 @@
-"""torchao's `FqnToConfig`, inside the part of config.json that transformers reads.
+"""Converts recipes for torchao: an `FqnToConfig` in the part of config.json that transformers reads.
 
-`re:` patterns are matched in whole, on names of parameters and of modules. For parameters all patterns that match are
-applied, one after the other, so ours are disjoint.
+A `re:` pattern must match the full name of a parameter or module. torchao applies all patterns that match a parameter, one after
+another, so ours are disjoint.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""torchao's `IntxWeightOnlyConfig`: symmetric; a scale is the largest |value| of its group by 7.5 or 127.5, as here."""
+"""Formats of torchao's `IntxWeightOnlyConfig`. It is symmetric; a scale is the group's largest |value| / 7.5 or 127.5, as here."""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
     for rule, mode in (("", own), (":floor", "FLOOR"), (":rceil", "RCEIL"), (":even", "EVEN"))
 }
-"""MX formats, and torchao's `ScaleCalculationMode` for each. That of compressed-tensors is EVEN for mxfp4; for mxfp8 it is RCEIL
-but for blocks whose largest |value| is 1.75 times a power of two.
+"""torchao's `ScaleCalculationMode` for each MX format. The rule of compressed-tensors is EVEN for mxfp4. For mxfp8 it is RCEIL,
+except for blocks whose largest |value| is 1.75 times a power of two.
 """
 BLOCKS = (*SCALING, "nvfp4")
-"""What torchao's prototype of block formats has, for linear layers alone; MX with quantised activations alone."""
+"""The formats in torchao's prototype of block formats. It supports only linear layers, and MX only with quantised activations."""
 MADE_AS = "0.18"
-"""The torchao release whose JSON is written; a test has torchao read it and write it again."""
+"""The torchao release whose JSON format is written; a test checks that torchao reads it and writes the same."""
 
 
 def convert(context: Context) -> Conversion:
@@ -55,12 +55,12 @@ def convert(context: Context) -> Conversion:
     patterns = [
         (f"re:{regex}", dtype)
         for dtype, names in parts.by_dtype().items()
-        for regex in regexes(_asked_for(names, dtype), universe)
+        for regex in regexes(_pattern_names(names, dtype), universe)
     ]
     notes = [loading_note(parts.base), *wide_inputs_note(context, NAME, BLOCKS), *_block_notes(patterns, parts.base)]
     notes.append(f"this is the form that torchao {MADE_AS} writes")
     configs = {pattern: _config(dtype, quantised_inputs) for pattern, dtype in patterns}
-    # Without the last entry transformers would pass over the head.
+    # Without the last entry, transformers would skip the output head.
     text = {
         "dtype": parts.base,
         "quantization_config": {
@@ -81,13 +81,13 @@ def convert(context: Context) -> Conversion:
     )
 
 
-def _asked_for(names: Iterable[str], dtype: str) -> list[str]:
-    """By which names torchao takes weights into a dtype: NVFP4 it has for modules and not for parameters (pytorch/ao#3252)."""
+def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
+    """The names that patterns must match: for NVFP4, torchao matches modules and not parameters (pytorch/ao#3252)."""
     return [name.rpartition(".")[0] if dtype == "nvfp4" else name for name in names]
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Why torchao does not take a module's weight into a dtype that it has; None where it does."""
+    """Why torchao can't quantise a module's weight to a dtype that it supports for others; None if it can."""
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:
@@ -99,16 +99,16 @@ def _block_notes(patterns: list[tuple[str, str]], base: str) -> list[str]:
     written = {dtype for _, dtype in patterns}
     notes = []
     if written.intersection(BLOCKS):
-        notes.append("torchao's block formats are a prototype of it, torchao.prototype.mx_formats")
+        notes.append("torchao's block formats are a prototype, torchao.prototype.mx_formats")
     if written.intersection(SCALING) and base != "bfloat16":
-        notes.append(f"torchao takes MX formats of models in bfloat16 only, and this one is loaded in {base}")
+        notes.append(f"torchao supports MX formats only in bfloat16 models, but this model is loaded in {base}")
     if "nvfp4" in written:
         notes.append(
-            "torchao gives each weight in nvfp4 a scale of its own: weights that share one here (q/k/v, gate/up) have others there"
+            "torchao gives each weight in nvfp4 its own tensor scale, but weights that are fused (q/k/v, gate/up) share one here"
         )
     if "mxfp8" in written:
         notes.append(
-            "mxfp8 is written as RCEIL: a block whose largest |value| is exactly 1.75 times a power of two has half the scale there"
+            "mxfp8 is written as RCEIL: if a block's largest |value| is exactly 1.75 times a power of two, torchao halves its scale"
         )
     return notes
 

@@ -1,7 +1,7 @@
-"""transformers: Python that loads the model and casts it in place, exactly.
+"""Converts recipes for transformers: Python code that loads the model and casts it in place, exactly as planned.
 
-`from_pretrained` gives every weight one dtype, so it is asked for the widest that is stored, which rounds nothing; then
-every tensor goes into its planned dtype. The few patterns are matched in whole, and are disjoint.
+`from_pretrained` gives all weights one dtype. The code requests the widest stored dtype, which rounds nothing, and then casts
+every tensor to its planned dtype. Its patterns must match full names and are disjoint.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def convert(context: Context) -> Conversion:
         planned = context.plan.dtypes[tensor.name]
         if planned in dtypes.STORAGE_DTYPES:
             losses.add(
-                tensor.name, planned, tensor.dtype, "transformers holds no weights with scales without a quantiser"
+                tensor.name, planned, tensor.dtype, "transformers has no weights with scales without a quantiser"
             )
             planned = tensor.dtype
         if tensor.persistent or planned != tensor.dtype:
@@ -63,7 +63,7 @@ def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) ->
 
 
 def _raw(pattern: str) -> str:
-    """A pattern as a Python literal, raw where it can be."""
+    """A pattern as a Python string literal: a raw string if possible."""
     return (
         f'r"{pattern}"' if '"' not in pattern and "\n" not in pattern and pattern[-1] != "\\" else json.dumps(pattern)
     )
@@ -74,7 +74,7 @@ def matchable(context: Context) -> frozenset[str]:
 
 
 def match(context: Context, pattern: str) -> Match:
-    """As `modules_to_not_convert` is read: from the start up to the end of a part, or as an ending."""
+    """Match as transformers does with `modules_to_not_convert`: from the start to the end of a part of the name, or as a suffix."""
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
     key = pattern.removeprefix("re:")

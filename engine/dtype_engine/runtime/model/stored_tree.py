@@ -73,7 +73,7 @@ def with_files(
             dtype=dtype,
             uncastable_reason=uncastable_reason,
             quantized=info.quantized or any(name in checkpoint.quantized for name in sources[held]),
-            meant=next((header.meant for header in files if header.meant is not None), info.meant),
+            logical_numel=next((h.logical_numel for h in files if h.logical_numel is not None), info.logical_numel),
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
         if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:

@@ -1,1 +1,1 @@
-"""The sensitivity of every weight in every dtype."""
+"""Estimates or measures how sensitive the model's output is to each weight in each dtype."""

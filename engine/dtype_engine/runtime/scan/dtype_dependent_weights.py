@@ -1,7 +1,7 @@
-"""Weights whose output's dtype the model's own code reads: in 16 bits they change more than their own operation.
+"""Weights whose output's dtype is read by the model's code. In 16 bits they affect more than their own operation.
 
-A Llama computes the cosines and sines of its positions (RoPE) in the dtype of the embeddings' output. Local errors miss that, so
-these few weights are measured in the 16-bit dtypes by a pass of their own.
+For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors do not
+include that effect, so these few weights are measured in the 16-bit dtypes by separate passes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""At most this many weights of a pass, the first, are measured so: each costs a pass a dtype."""
+"""How many of these weights are measured, the first ones of a pass: each needs one pass per dtype."""
 
 
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
-    """(weight, dtype) to measure by a pass in a sequence, of the weights (in the order of the pass) whose output's dtype was
-    read. Where there are sequences enough they take turns, and nothing has its turn after them, so that it costs less than a
-    pass each.
+    """The (weight, dtype) pairs to measure by separate passes in a sequence.
+
+    read: the weights whose output's dtype was read, in the order of the pass. With enough sequences, each measures at most one
+    pair in turn, and one sequence in each round measures none, so the average cost is below one pass per sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
@@ -39,7 +40,7 @@ def weights_to_measure(
 
 
 class SingleWeightCastMode(ReferenceMode):
-    """The reference, with one weight in a computed dtype: the very candidate that a measurement of it alone runs."""
+    """Runs the reference with one weight in a compute dtype, exactly as the candidate in a measurement of this weight alone."""
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
         super().__init__(weights, device)
@@ -58,7 +59,7 @@ class SingleWeightCastMode(ReferenceMode):
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(args, kwargs)
         values: dict[int, torch.Tensor] = {}
-        known = dict(self.own)  # the others decide with it: of several weights the largest dtype counts
+        known = dict(self.own)  # other weights matter too: of several weights, the largest dtype decides
         for tensor in tensors:
             weight = self.weight_of(tensor)
             if weight is not None:
@@ -68,7 +69,9 @@ class SingleWeightCastMode(ReferenceMode):
         if self.device.type == "cpu" and name in PRODUCTS:
             func = summed_in_float32(func)
         if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
-            return call_torch(func, name, args, kwargs, self)  # most operations: the rules have nothing to do
+            return call_torch(
+                func, name, args, kwargs, self
+            )  # most operations have one dtype, so the rules change nothing
         args, kwargs = replace_tensors(args, kwargs, values)
         self.rules.module, self.rules.weights = self.module, known
         return self.rules.run(func, name, args, kwargs)

@@ -1,4 +1,4 @@
-"""The exhaustive truth that the scan estimates: every weight in every dtype measured alone, one candidate pass each."""
+"""The exact scan: measures each weight in each dtype alone with a candidate pass, instead of estimating it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 _REPORT_EVERY = 64
-"""Measurements between two reports of what is known so far."""
+"""Number of measurements between two intermediate reports."""
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """The dtypes in which nothing drifts: float32, and as stored what is not cast or not narrower than the reference."""
+    """Dtypes in which nothing drifts: float32, or the stored dtype for weights that are never cast or lose nothing as stored."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
@@ -40,23 +40,25 @@ def reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWeight:
-    """What one weight in one dtype gave. Seconds: of a pass with nothing cast, and of measuring it."""
+    """The measurement of one weight in one dtype."""
 
     key: Key
     score: float
     error: float | None
+    """The standard error of the score; None if it is unknown."""
     unit: str
     forward_seconds: float
+    """Time of a pass with nothing cast."""
     scan_seconds: float
+    """Time of this measurement."""
 
 
 @dataclass
 class ExactScan:
-    """Every weight in each dtype measured with everything else as in the reference; what comes before the weight in a pass is
-    not run again. As `Scan`, in steps of one weight in one dtype.
+    """Measures each weight in each dtype, with everything else as in the reference. Modules before the weight are not run again.
 
-    The model is left cast as last measured: the caller puts its recipe back. save: a file that is written after every
-    measurement, and read at the start. done: (score, standard error). shard: the share of the measurements that is made here.
+    It has the same interface as `Scan`; a step is one weight in one dtype. The model stays cast as in the last measurement: the
+    caller restores its recipe.
     """
 
     model: LiveModel
@@ -64,11 +66,14 @@ class ExactScan:
     dtypes: tuple[str, ...]
     settings: RunSettings
     save: Path | None = None
+    """A file that is read at the start and written after every measurement."""
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
+    """(score, standard error) of what was measured."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
+    """The share of the measurements that this process makes."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -94,17 +99,17 @@ class ExactScan:
 
     @property
     def parts(self) -> int:
-        """How many measurements there are; a cast that loses nothing needs none."""
+        """The number of measurements. Casts that lose nothing are not measured."""
         return len(self._costly)
 
     @property
     def private_bytes(self) -> int:
-        """What a process holds beside the mapped files: every weight that is not in its reference dtype as stored."""
+        """Bytes that a process needs in addition to the mapped files: all weights whose reference dtype is not the stored one."""
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 
     def pending(self) -> list[Key]:
-        """The weights and dtypes of its share that were not measured."""
+        """The weights and dtypes of this shard that are not measured yet."""
         return [key for key in self.shard.of(self._costly) if key not in self.done]
 
     def run(
@@ -113,8 +118,8 @@ class ExactScan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Measure what is pending. `on_progress("scan", done, total)` counts measurements; `on_estimate(report)`
-        has those done so far. Raises NoForward, KernelError, Cancelled.
+        """Measure what is pending. `on_progress("scan", done, total)` counts measurements; `on_estimate(report)` gets the results
+        so far. Raises NoForward, KernelError, Cancelled.
         """
         if not self._costly:
             self._started(cancelled)
@@ -125,15 +130,15 @@ class ExactScan:
             on_progress("scan", done, count)
             if done % _REPORT_EVERY == 0:
                 on_estimate(self.report())
-        self._meter = None  # it holds the reference's outputs
+        self._meter = None  # release the reference's outputs, which it holds
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure one weight in one dtype. Raises as `run`."""
+        """Measure one weight in one dtype. Raises as `run` does."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         self.model.apply(self._base | dict([key]), cancelled=cancelled)
-        if among := sharing(self.model.weights, *key):  # a scale that fused weights share is that of all of them
+        if among := sharing(self.model.weights, *key):  # a shared scale is computed over all weights that share it
             self.model.weights[key[0]].cast_to(key[1], among)
         output = meter.measure(cancelled=cancelled).output
         return MeasuredWeight(
@@ -141,7 +146,7 @@ class ExactScan:
         )
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
-        """The meter, which has measured the model with nothing cast."""
+        """The meter. The first call measures the model with nothing cast."""
         if self._meter is None:
             meter = DriftMeter(self.model, self.inputs, self.settings)
             self.model.apply(self._base, cancelled=cancelled)
@@ -152,7 +157,7 @@ class ExactScan:
         return self._meter
 
     def add(self, part: MeasuredWeight) -> None:
-        """Take what was measured, and save it."""
+        """Add a measurement to the results, and save them if there is a file."""
         self.done[part.key] = part.score, part.error
         self.unit = part.unit
         self.forward_seconds = self.forward_seconds or part.forward_seconds
@@ -161,7 +166,7 @@ class ExactScan:
             self.write(self.save)
 
     def report(self) -> ScanReport:
-        """What was measured so far, and what costs nothing."""
+        """The scores measured so far, and a score of 0 for casts that lose nothing."""
         costly = set(self._costly)
         known = {key: self.done[key] if key in costly else (0.0, 0.0)
                  for key in self.wanted if key in self.done or key not in costly}  # fmt: skip
@@ -187,7 +192,7 @@ class ExactScan:
         )
 
     def write(self, path: Path) -> None:
-        """Save what was done. Raises UserError."""
+        """Save the results so far. Raises UserError if the file can't be written."""
         self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(

@@ -1,4 +1,4 @@
-"""The scan that was last asked for, to go on with while the same is asked for."""
+"""Keeps the last requested scan, so that a request for the same scan continues it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ScanTask = Scan | ExactScan
 class LastScan:
     """Keeps one scan, finished or not."""
 
-    _asked: object = None
+    _requested: object = None
     _task: ScanTask | None = None
 
     def get(
@@ -34,20 +34,20 @@ class LastScan:
         exact: bool,
         save: Path | None,
     ) -> ScanTask:
-        """The scan of `model` in the dtypes `names`: the one that is kept if it is the same, else a new one.
+        """The scan of `model` in the dtypes `names`: the kept one if it has the same parameters, otherwise a new one.
 
-        Raises UserError for a dtype that is none, and for a saved scan of something else.
+        Raises UserError for an unknown dtype, and if the file `save` holds a scan of something else.
         """
         targets = tuple(dict.fromkeys(dtypes.parse_target(name) for name in names))
         if dtypes.STORED in targets or not targets:
             raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtypes.CASTABLE_DTYPES)}")
         settings = settings.of_weights()
-        asked = (id(inputs), targets, settings, draws, exact, save)
-        if self._task is None or asked != self._asked:
+        requested = (id(inputs), targets, settings, draws, exact, save)
+        if self._task is None or requested != self._requested:
             self._task = (
                 ExactScan(model, inputs, targets, settings, save)
                 if exact
                 else Scan(model, inputs, targets, settings, draws, save=save)
             )
-            self._asked = asked
+            self._requested = requested
         return self._task

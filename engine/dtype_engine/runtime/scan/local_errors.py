@@ -1,6 +1,6 @@
-"""Local errors: what a weighted operation gives with one of its weights in another dtype, less what it gave.
+"""Local errors: the output of a weighted operation with one weight in another dtype, minus its output in the reference.
 
-`LocalErrors` runs one operation again under the four rules of `modes.mixed`, with everything else as in the reference.
+`LocalErrors` runs a single operation again under the four rules of `modes.mixed`. All its other arguments are the reference's.
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """
@@ -22,8 +22,8 @@ from dtype_engine.runtime.modes.reference import reference_dtype, reference_valu
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 
-# Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
-# without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.
+# Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU without
+# 16-bit instructions, a 16-bit kernel takes eight times as long as a float32 kernel with rounding before and after it.
 PRODUCTS = frozenset(
     {
         "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d",
@@ -36,8 +36,8 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class LocalErrors:
     """Runs weighted operations again with one weight in another dtype.
 
-    budget: bytes of cast weights kept from one operation and sequence to the next. rounds: what meets a quantised weight is rounded
-    with it (the setting `quantize_activations`).
+    budget: bytes of cast weights that are kept for later operations and sequences. rounds: also round the activations that are
+    multiplied with a quantised weight (the run setting `quantize_activations`).
     """
 
     def __init__(
@@ -57,10 +57,9 @@ class LocalErrors:
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """The local errors Δ [D, E] of each output: what the operation gives with `weight` in each of the dtypes
-        `names` and everything else as in the reference, less what it gave. In the reference's dtype.
+        """The local errors Δ [D, E] of each output, for `weight` in each of the dtypes `names`, in the reference's dtype.
 
-        Raises KernelError where there is no kernel for a dtype.
+        Raises KernelError if the operation has no kernel for a dtype.
         """
         errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
                   for before in operation.outputs]  # fmt: skip
@@ -72,12 +71,13 @@ class LocalErrors:
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str) -> torch.Tensor:
-        """A weight's values in the reference: dequantized where it is stored with scales."""
+        """A weight's values in the reference, dequantized if it is stored with scales."""
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight's values after a cast: in a compute dtype itself, dequantized to the reference's otherwise. A scale that fused
-        weights share is that of all of them, as in a recipe that gives them one format.
+        """A weight's values after a cast: in a compute dtype itself, or dequantized from a storage dtype to the reference's dtype.
+
+        A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """
         key = (name, dtype)
         if key in self._cast:
@@ -95,7 +95,7 @@ class LocalErrors:
 
 
 class _Again:
-    """One operation, to be run again with one of its weights in one dtype after the other."""
+    """Runs one operation again with one of its weights in several dtypes, one after another."""
 
     def __init__(self, operation: WeightOp, weight: str, errors: LocalErrors) -> None:
         self.operation = operation
@@ -118,20 +118,20 @@ class _Again:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Put `value` of a weight in the place of the argument `key`."""
+        """Replace the argument with id `key` by the same function of `value`. Returns the id of the new argument."""
         made = self.new[key] = source.remake(value)
         if source.itself or made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
             self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, made, dtype)
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """The floating outputs with the weight in `dtype`."""
+        """The floating-point outputs of the operation with the weight in `dtype`."""
         operation, errors = self.operation, self.errors
         taken = []
         for key, source in self.cast.items():
             value = errors.cast(self.weight, dtype)
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
-                value = value.to(errors.compute)  # rule 4: no activation says which dtype it comes back to
+                value = value.to(errors.compute)  # rule 4: no activation determines the dtype to dequantize to
             taken.append(self._take(key, source, value, dtype))
         args, kwargs = replace_tensors(operation.args, operation.kwargs, self.new)
         if is_in_place(operation.name) and isinstance(args[0], torch.Tensor):
@@ -141,7 +141,9 @@ class _Again:
             if rounds is not None:
                 args, kwargs, _ = errors.rounding.apply(operation.name, args, kwargs, rounds)
         if len({tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}) < 2:
-            again = call_torch(self.func, operation.name, args, kwargs, self.rules)  # the rules have nothing to do
+            again = call_torch(
+                self.func, operation.name, args, kwargs, self.rules
+            )  # one dtype only, so the rules change nothing
         else:
             again = self.rules.__torch_function__(self.func, (), args, kwargs)
         for made in taken:
@@ -150,7 +152,7 @@ class _Again:
 
 
 def summed_in_float32(func: Any) -> Any:
-    """A matrix product or convolution whose 16-bit arguments are multiplied in float32 and whose result is rounded back."""
+    """A matrix product or convolution that multiplies 16-bit arguments in float32 and rounds the result back to 16 bits."""
 
     def product(*args: Any, **kwargs: Any) -> Any:
         floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]

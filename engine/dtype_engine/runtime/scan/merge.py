@@ -1,4 +1,4 @@
-"""One saved scan of the parts that several jobs saved."""
+"""Merges the parts of a scan that several jobs saved into one scan."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.saved import SavedScan
 
 _NAMED = 12
-"""Shards or files that an error names."""
+"""The most shards or files that an error names."""
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """The scan of which `files` have parts, in the order of a scan in one piece, so that its scores are the same.
+    """Merge the parts in `files` to a scan. Its scores are the same as if one process had run the whole scan.
 
-    Raises UserError for parts of another scan (a model, inputs, dtypes, settings, draws or method that differ), for two files
-    that have the same part with other values, and where parts are missing.
+    Raises UserError if a file is from another scan (its model, inputs, dtypes, settings, draws or method differ), if two files have
+    the same part with different values, or if parts are missing.
     """
     first, *others = [scan_file.read_any(file) for file in files]
     for file, other in zip(files[1:], others, strict=True):
@@ -42,7 +42,7 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
     if any(one.done[index] != other.done[index] for index in both[0]) or any(
         (one.measured or {})[key] != (other.measured or {})[key] for key in both[1]
     ):
-        raise UserError(f"{file} has parts that an earlier file has with other values; leave one of the two out")
+        raise UserError(f"{file} has parts that an earlier file has with different values; leave one of the two out")
     return dataclasses.replace(
         one,
         unit=one.unit or other.unit,
@@ -54,24 +54,24 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Of an estimated scan the sum over its sequences, of an exact one that of one measurement with nothing cast."""
+    """Seconds of plain passes: for an estimated scan the sum over its sequences, for an exact scan a single pass."""
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds
     return one.forward_seconds or other.forward_seconds
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Which shards there are no files of, and which files do not have all of theirs."""
-    said = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
+    """A sentence that names the shards without a file and the files of shards that are not finished."""
+    parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:
         count = counts.pop()
         there = {scan.shard.number for scan in files.values()}
         absent = [str(Shard(number, count)) for number in range(1, count + 1) if number not in there]
-        said += [f"there is no file of shard {_named(absent)}"] if absent else []
+        parts += [f"there is no file of shard {_named(absent)}"] if absent else []
     unfinished = [str(file) for file, scan in files.items() if scan.count < len(scan.shard.of(range(scan.parts)))]
-    said += [f"{_named(unfinished)} did not finish: run it again with the same --save"] if unfinished else []
-    return "; ".join(said)
+    parts += [f"{_named(unfinished)} did not finish: run it again with the same --save"] if unfinished else []
+    return "; ".join(parts)
 
 
 def _named(names: Sequence[str]) -> str:

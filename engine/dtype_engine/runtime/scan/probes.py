@@ -1,7 +1,7 @@
-"""Probes: random vectors at the main output, whose mean outer product is its Fisher information.
+"""Probes: random vectors at the main output whose mean outer product is the output's Fisher information.
 
-Distributions take random (Rademacher) signs and not Gaussians, as Hutchinson's estimator of a trace (1990) does: they have the
-least variance.
+For distributions they are made from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because signs have a
+lower variance than Gaussians.
 
 Shapes: P positions (of all examples), C classes. Output [..., C]; a probe has the shape and dtype of the output.
 """
@@ -14,11 +14,11 @@ import torch
 
 
 class OutputProbes:
-    """Gradients at the main output whose mean outer product is what the drift's second order weighs errors by.
+    """Gradients at the main output whose mean outer product is the matrix that weighs errors in the drift's second order.
 
-    For a distribution of C classes over P positions that is the Fisher information of the softmax, for any other output
-    the identity. `normalizer` is what sums are divided by: positions, or the output's energy Σr². Where few probes span it they
-    are all taken, and the result is exact (`complete`): their outer products then sum up to it.
+    For a distribution of C classes over P positions, this matrix is the Fisher information of the softmax; for any other output
+    it is the identity. `normalizer` divides the sums: the number of positions, or the output's energy Σr². If few enough vectors
+    span the matrix, all of them are used and the result is exact (`complete`); their outer products then sum to the matrix.
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:
@@ -44,7 +44,7 @@ class OutputProbes:
         p = torch.softmax(self._rows.float(), -1)
         root = p.sqrt()
         for _ in range(self.count):
-            # A quarter of the time that `bernoulli_` takes.
+            # `randint` takes a quarter of the time of `bernoulli_`.
             signs = torch.randint(0, 2, p.shape, generator=self.generator, dtype=torch.int32).mul_(2).sub_(1)
             part = root * signs.to(p.device)
             yield part - p * part.sum(-1, keepdim=True)

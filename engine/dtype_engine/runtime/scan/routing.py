@@ -1,20 +1,25 @@
-"""What a second-order estimate can't see: tokens that are sent to another expert.
+"""Estimates the drift from tokens that are routed to another expert, which a second-order estimate can't see.
 
-A router takes the k best of its scores, and a weight's error in a narrow dtype moves these a little. Where the k-th and the
-one after it are near each other they change places, the token goes through another expert, and the output jumps. In a
-mixture of experts that is most of the drift of small errors.
+A router selects the k largest of its scores, and a weight's rounding error changes these scores slightly. If the k-th and the
+next score are close, they may swap. The token then goes through another expert, and the output jumps. In a mixture of experts,
+most of the drift from small errors comes from such swaps.
 
-It is estimated generically, for every `topk` of a pass over values that have a gradient. Two things are asked of a few of them
-per sequence. The margins between the k-th score and the next are carried back with random signs, as the output's probes
-are: (Σ g·Δ)² is a sample of the sum of squares of what a weight's error adds to the margins, and so gives its standard deviation
-σ. And the reference runs once more with the k-th and the next exchanged for the tokens of the least margins: what that costs in
-drift a token. A token of margin m then flips with probability Φ(-m/σ). Which tokens do is chance, and the error bar says so:
-where most likely none does (less than ln 2 are expected) none is counted, else as many as are expected.
+The estimate covers every `topk` whose scores have a gradient. A few calls are sampled per sequence, and two quantities are
+estimated for each:
 
-This derivation is our own; we know of no publication that has it. It was checked against drawing the changes of the margins at
-random, and against measuring every weight of mixtures of experts alone (tests/engine/runtime/scan/test_routing.py).
+- The standard deviation σ of the change that a weight's error causes in the margins (the k-th score minus the next). As with the
+  probes of the output, a gradient of random signs at the margins is propagated back; (Σ g·Δ)² is then a sample of the sum of the
+  squared changes.
+- The drift that one swap costs. The reference runs again with the k-th and the next choice swapped for the tokens with the
+  smallest margins.
 
-Shapes: margins [tokens], those of all sequences and positions in a row; flips [dtypes of all weights, tokens].
+A token with margin m then swaps with probability Φ(-m/σ). Which tokens swap is random, which adds to the standard error. If most
+likely none swaps (the expected number is below ln 2), no drift is added; otherwise the expected drift is.
+
+This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
+measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).
+
+Shapes: margins [tokens], with all sequences and positions flattened; flips [dtypes of all weights, tokens].
 """
 
 from __future__ import annotations
@@ -33,49 +38,51 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""How many calls are sampled, over all sequences."""
+"""How many calls are sampled over all sequences."""
 _SWAPPED = 8
-"""One in so many tokens, those of the least margins, is exchanged to see what that costs."""
+"""To measure the cost of a swap, 1 in this many tokens is swapped: those with the smallest margins."""
 
 
 @dataclass(slots=True)
 class TopKCall:
-    """A call of `topk` in a pass: its index among all, and its margins [tokens], the k-th score less the next, with a graph."""
+    """A call of `topk` in a pass."""
 
     index: int
+    """Its index among all `topk` calls of the pass."""
     margins: torch.Tensor
+    """The k-th score minus the next one, [tokens], with an autograd graph."""
 
 
 @dataclass
 class TopKSample:
-    """What one call of `topk` gave in one sequence. `share`: 1 / share of the sequence's calls were sampled.
-
-    margins: a token each. cost: drift of one exchanged token, summed over the sequence's positions. squares: by weight and
-    dtype, a sample of the sum of squares of the changes of the margins; independent: its mean if the errors of an operation's
-    output elements were independent.
-    """
+    """The results for one sampled `topk` call in one sequence."""
 
     index: int
     share: float
+    """How many `topk` calls of the sequence this sample represents: all calls / sampled calls."""
     margins: list[float]
+    """One margin per token."""
     cost: float = 0.0
+    """The drift from swapping one token, summed over the sequence's positions."""
     squares: dict[Key, float] = field(default_factory=dict)
+    """By weight and dtype: a sample of the sum of the squared changes of the margins."""
     independent: dict[Key, float] = field(default_factory=dict)
+    """By weight and dtype: what the mean of `squares` would be if the errors of an operation's output elements were independent."""
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """The calls that are sampled in a sequence: others in the next, so that all have their turn."""
+    """The calls to sample in a sequence. Each sequence samples other calls, so that all are covered over time."""
     count = len(calls)
     if not count:
         return []
     most = min(count, math.ceil(SAMPLED_CALLS / max(1, sequences)))
-    # A step that has no divisor in common with the count comes by every index, spread over the depth.
+    # A step that is coprime to the count visits every index, and this size spreads consecutive samples over the model's depth.
     step = next(step for step in range(max(1, round(0.62 * count)), count + 1) if math.gcd(step, count) == 1)
     return [calls[(sequence * most + turn) * step % count] for turn in range(most)]
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
-    """A call of `topk` with its margins; None for one that takes all, or has nothing to do with any weight."""
+    """A `topk` call with its margins; None if it selects all scores, or if the scores do not depend on any weight."""
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
         return None
@@ -95,9 +102,9 @@ def _topk_arguments(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.T
 
 
 class SwapTopKMode(ReferenceMode):
-    """The reference, with the k-th and the next of one selection exchanged for some tokens.
+    """Runs the reference, but swaps the k-th and the next choice of one `topk` call for some tokens.
 
-    index: which `topk` of the pass. rows: of which tokens, bool, flat.
+    index: the index of the `topk` call in the pass. rows: which tokens are swapped, bool [tokens].
     """
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, index: int, rows: torch.Tensor) -> None:
@@ -123,7 +130,7 @@ class SwapTopKMode(ReferenceMode):
 
 
 def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
-    """The tokens of the least margins, bool."""
+    """A mask of the tokens with the smallest margins, bool [tokens]."""
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
     rows[finite.argsort()[: max(1, len(margins) // _SWAPPED)]] = True
@@ -131,9 +138,7 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
 
 
 def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
-    """By weight and dtype: the drift that tokens sent elsewhere most likely add, summed over the sequences of the samples, and
-    its variance: whether a token flips is chance.
-    """
+    """By weight and dtype: (the expected drift from rerouted tokens, its variance), summed over the sequences of the samples."""
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}
@@ -142,7 +147,7 @@ def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, flo
         for key, value in sample.squares.items():
             squares[key] = squares.get(key, 0.0) + value
             independent[key] = independent.get(key, 0.0) + sample.independent[key]
-    # How much the errors of one weight reinforce each other is nearly the same in all dtypes: see `scores`.
+    # The ratio of correlated to independent errors of a weight is nearly the same in all dtypes: see `scores`.
     ratios: dict[str, list[float]] = {}
     for key, value in independent.items():
         if 0 < value < math.inf and math.isfinite(squares[key]):

@@ -1,6 +1,6 @@
-"""Saved scans: what every sequence gave, with a fingerprint of what it was made of, as JSON.
+"""Reads and writes saved scans: JSON with the results of each part and a fingerprint of the model, inputs and settings.
 
-An estimated scan has `sequences`, each with its index; an exact one has `scores`.
+An estimated scan has `sequences`, each with its index; an exact scan has `scores`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LARGEST = 4 << 30
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a saved scan was made of."""
+    """Identifies the model, inputs, dtypes and settings of a scan."""
 
     model: str
     inputs: str
@@ -45,7 +45,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Names, shapes and a sample of the values of every weight; every input."""
+        """Hash the names, shapes and a sample of the values of all weights, and all inputs."""
         weights, calls = hashlib.sha256(), hashlib.sha256()
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
@@ -57,7 +57,7 @@ class Fingerprint:
 
 
 def _digest(value: Any, into: Any) -> None:
-    """Add a value, and the tensors in it, to a hash."""
+    """Add a value, including the tensors in it, to a hash."""
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)}".encode())
         into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -74,11 +74,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """What is in the file.
-
-    parts: how many there are in all: sequences, or measurements of an exact scan. done: what was estimated, by the index of the
-    sequence. measured: (score, standard error) of an exact scan; None for an estimated one. shard: the share that was run last.
-    """
+    """The content of a file with a saved scan."""
 
     fingerprint: Fingerprint
     draws: int
@@ -86,32 +82,40 @@ class SavedScan:
     forward_seconds: float
     scan_seconds: float
     parts: int
+    """The number of parts of the whole scan: sequences, or measurements of an exact scan."""
     done: dict[int, SequenceScores]
+    """The results of an estimated scan, by index of the sequence."""
     measured: dict[Key, tuple[float, float | None]] | None = None
+    """(score, standard error) of an exact scan; None for an estimated one."""
     shard: Shard = WHOLE
+    """The shard of the scan that ran last."""
 
     @property
     def count(self) -> int:
-        """The parts that are done."""
+        """The number of finished parts."""
         return len(self.done) if self.measured is None else len(self.measured)
 
 
 class _TopKSample(msgspec.Struct):
-    """A TopKSample in the file. place: its index. sums: rows of weight, dtype, squares, independent."""
+    """A `TopKSample` in the file."""
 
     place: int
+    """Its `index`."""
     share: float
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
+    """Rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
-    """A SequenceScores in the file. mass: its normalizer. sums: rows of weight, dtype, sums, independent, errors, measured."""
+    """A `SequenceScores` in the file."""
 
     mass: float
+    """Its `normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
+    """Rows of (weight, dtype, sums, independent, errors, measured)."""
     selections: list[_TopKSample]
     index: int
 
@@ -129,7 +133,7 @@ class _File(msgspec.Struct):
 
 
 def write(path: Path, saved: SavedScan) -> None:
-    """Save a scan, whole or not at all. Raises UserError."""
+    """Save a scan atomically. Raises UserError if the file can't be written."""
     sequences = [
         _Sequence(
             one.normalizer,
@@ -150,14 +154,15 @@ def write(path: Path, saved: SavedScan) -> None:
         saved.fingerprint, saved.draws, saved.unit, saved.forward_seconds, saved.scan_seconds, sequences, saved.parts,
         scores, saved.shard,
     )  # fmt: skip
-    # Not msgspec's own JSON, which has no infinity.
+    # The json module is used because msgspec's JSON can't represent infinity.
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
 
 def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
-    """Save a scan beside what others have meanwhile saved of the same one in the same file, and return what that is now. seen: what
-    it was when this scan last wrote it. Where two write in the same moment, the next part that either saves has all its own again.
-    Raises UserError, also where the file is of another scan by now.
+    """Save a scan together with the parts that other processes have saved in the same file. Returns the new file's identity.
+
+    seen: the file's identity after this scan last wrote it. If two processes write at the same moment, parts of one are lost only
+    until it saves again. Raises UserError if the file can't be written, or now holds another scan.
     """
     if path.exists() and (seen is None or seen.change() is not None):
         other = read(path, saved.fingerprint, saved.draws, saved.measured is not None)
@@ -168,8 +173,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
-    """What a saved scan has. Raises UserError when it is of another model, other inputs, dtypes or `draws`, or exact where an
-    estimated one is expected.
+    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from those expected, or if it is
+    exact and not estimated or the reverse.
     """
     saved = read_any(path)
     differing = different(saved.fingerprint, expected)
@@ -185,12 +190,12 @@ def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = Fal
 
 
 def different(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """What two scans differ in: of model, inputs, dtypes and settings."""
+    """In which of model, inputs, dtypes and settings two scans differ."""
     return [key for key, value in vars(other).items() if getattr(one, key) != value]
 
 
 def read_any(path: Path) -> SavedScan:
-    """What a saved scan has, whatever it is of. Raises UserError."""
+    """Read a saved scan of any model. Raises UserError if the file is not a valid saved scan."""
     try:
         with reading(f"the saved scan {path}"):
             data = json.loads(read_regular(path, _LARGEST))
@@ -226,13 +231,13 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """(weight, dtype, a figure of each column or None)."""
+    """Rows of (weight, dtype, the figure of each column, or None if the column has none)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """The figures of one column, counted from 0, that are not None."""
+    """The figures of column `number` (from 0), by weight and dtype, without those that are None."""
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 

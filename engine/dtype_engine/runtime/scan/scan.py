@@ -1,20 +1,20 @@
-"""The scan: how much every weight matters in every dtype, from a few backward passes.
+"""The scan: estimates how much each weight matters in each dtype from a few backward passes.
 
-KL divergence is, to second order, half the square of the change of the logits weighed by their Fisher information
-F = diag(p) - ppᵀ, p the reference's softmax. For each sequence, probes v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, ξ random
-(Rademacher) signs, so that E[vvᵀ] = F, and carried back: g is the gradient of v·logits with respect to a weighted operation's
-output. Its product with the local error Δ of running just that operation in a candidate dtype, summed over the sequence and
-over all uses of the weight, is squared: ½ E[(Σ g·Δ)²] is the KL divergence. (Labels drawn from p give the same mean, since
-their log-likelihood has the same Fisher information; where p is nearly certain it hangs on the few unlikely ones.) Where the
-output is no distribution, v is drawn from a Gaussian, and E[(Σ g·Δ)²] over the output's energy is the relative squared error.
+To second order, KL divergence is half the squared change of the logits, weighed by their Fisher information F = diag(p) - ppᵀ,
+where p is the reference's softmax. For each sequence, probes v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, where ξ are random
+(Rademacher) signs, so that E[vvᵀ] = F. Backpropagation gives g, the gradient of v·logits with respect to a weighted operation's
+output. Δ is the local error, the change of that output if only this operation runs in a candidate dtype. With Σ over the sequence
+and over all uses of the weight, ½ E[(Σ g·Δ)²] is the KL divergence. (Labels drawn from p have the same Fisher information and so
+the same mean, but if p is nearly certain, that estimate depends on a few unlikely labels.) If the output is not a distribution,
+v is Gaussian, and E[(Σ g·Δ)²] divided by the output's energy is the relative squared error.
 
-The method is that of Fisher (Gauss-Newton) sensitivities for mixed precision, as in HAWQ-V2 (Dong et al., 2020), with
-Hutchinson's random signs (1990) carried back as probes; where HAWQ has the mean trace of a layer's Hessian times the squared
-error of its weights, here the error of the operation's output itself is multiplied, so that errors that cancel do.
+The method uses Fisher (Gauss-Newton) sensitivities for mixed precision, as HAWQ-V2 does (Dong et al., 2020), and Hutchinson's
+random signs (1990) as probes. HAWQ multiplies the mean trace of a layer's Hessian by the squared error of its weights. Here the
+gradient is multiplied by the error of the operation's output, so that errors which cancel in the output cancel in the estimate.
 
-Sequences go by one at a time; after each there is an estimate with its standard error. Local errors are computed inside the
-backward pass, one operation's at a time, and nothing of them is kept but their products with the gradients. Two things that
-no local error has come on top: tokens that a router sends elsewhere (`routing`), and dtypes that the model's code reads
+Sequences are scanned one at a time; each improves the estimate and its standard error. Local errors are computed during the
+backward pass, one operation at a time, and only their products with the gradients are kept. Two effects that local errors do not
+include are added: tokens that are routed to other experts (`routing`), and dtypes that the model's code reads
 (`dtype_dependent_weights`).
 """
 
@@ -51,42 +51,39 @@ from dtype_engine.search.sensitivity import is_lossless
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""A plain forward pass is timed on one in so many sequences; on the others it is taken to be as long for its size."""
+"""A plain forward pass is timed for 1 in this many sequences; for the others its time is estimated from the output's size."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Backward passes a sequence: enough for `SAMPLES` over all of them, an error of about 15 % for six dtypes."""
+    """Backward passes per sequence, so that all sequences together have `SAMPLES`: an error of about 15 % for six dtypes."""
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
 def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """The dtypes in which a weight is scored: those asked for, and its own, since the reference computes in float32."""
+    """The dtypes in which a weight is scored: `targets`, and its stored dtype, which also drifts from the float32 reference."""
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedSequence:
-    """What the sequence `index` of a scan gave. Seconds: of one plain forward pass, and of scanning it."""
+    """The results of one sequence of a scan."""
 
     index: int
     scores: SequenceScores
     unit: str
     forward_seconds: float
+    """Time of a plain forward pass over the sequence, measured or estimated."""
     scan_seconds: float
+    """Time of the scan of the sequence."""
 
 
 @dataclass
 class Scan:
-    """A scan under way, or finished. `run` goes on from where it is; `measure` and `add` are its steps, for whoever lets
-    sequences go by elsewhere.
-
-    draws: backward passes a sequence, None for `default_draws`. budget: bytes for gradients and cast weights; by default a
-    quarter of the memory that was free. save: a file that is written after every sequence, and read at the start. on_unsaved: told
-    why it can't be written; without, that ends the scan. done: by the index of the sequence. shard: the share of the sequences
-    that is to go by here.
+    """A running or finished scan. `run` continues it; `measure` and `add` are its steps, for callers that scan sequences in other
+    processes.
     """
 
     model: LiveModel
@@ -94,14 +91,20 @@ class Scan:
     dtypes: tuple[str, ...] = DEFAULT_DTYPES
     settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
+    """Backward passes per sequence; None for `default_draws`."""
     budget: int = field(default_factory=memory_budget)
+    """Bytes for gradients and cast weights; by default a quarter of the memory that is free now."""
     save: Path | None = None
+    """A file that is read at the start and written after every sequence."""
     done: dict[int, SequenceScores] = field(default_factory=dict)
+    """The results by index of the sequence."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
+    """The share of the sequences that this process scans."""
     on_unsaved: Callable[[str], None] | None = None
+    """Called with the reason when the file can't be written, and the scan goes on unsaved; None: raise UserError."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +132,10 @@ class Scan:
             self.keep_in(self.save)
 
     def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
-        """Save to a file from now on, and go on from what is there. Raises UserError, and nothing is changed, for another scan."""
+        """Continue from the results in a file, if it exists, and save to it from now on.
+
+        Raises UserError, with nothing changed, if the file holds another scan.
+        """
         if path.exists():
             saved = scan_file.read(path, self.fingerprint, self.draws)
             self.done, self.unit, self.backward_passes = saved.done, saved.unit, saved.draws
@@ -137,29 +143,31 @@ class Scan:
         self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        """Whether a cast costs nothing: no bit of the weight, and no rounding of what it is multiplied with."""
+        """Whether a cast loses nothing: it rounds neither the weight nor the activations that are multiplied with it."""
         rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
         return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
 
     @property
     def parts(self) -> int:
-        """How many sequences there are."""
+        """The number of sequences."""
         return len(self.inputs.batches)
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has gone by."""
+        """Whether every sequence has been scanned."""
         return len(self.done) == self.parts
 
     @property
     def private_bytes(self) -> int:
-        """What a process holds beside the mapped files: the largest weight in each dtype; graphs have a budget of their own."""
+        """Bytes that a process needs in addition to the mapped files: the largest weight in each dtype. Graphs are not included,
+        because they have a separate budget.
+        """
         return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
             1 + len(self.dtypes)
         )
 
     def pending(self) -> list[int]:
-        """The indexes of the sequences of its share that have not gone by."""
+        """The indexes of the sequences of this shard that are not scanned yet."""
         return [index for index in self.shard.of(range(self.parts)) if index not in self.done]
 
     def run(
@@ -168,10 +176,10 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Let the remaining sequences of its share go by. `on_progress("scan", done, total)` counts operations,
-        `on_estimate(report)` has the report after every sequence.
+        """Scan the remaining sequences of this shard. `on_progress("scan", done, total)` counts operations, and
+        `on_estimate(report)` gets the report after every sequence.
 
-        Raises NoForward, KernelError, and Cancelled: what is done is kept, and `run` goes on after it.
+        Raises NoForward, KernelError and Cancelled; finished sequences are kept, and the next `run` continues after them.
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))
@@ -192,7 +200,7 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Let one sequence go by, whichever did before. `on_measured(done, total)` counts operations. Raises as `run`."""
+        """Scan one sequence, in any order. `on_measured(done, total)` counts operations. Raises as `run` does."""
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
             started = time.perf_counter()
@@ -215,7 +223,7 @@ class Scan:
             return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
 
     def add(self, part: ScannedSequence) -> None:
-        """Take what a sequence gave, and save it."""
+        """Add the results of a sequence, and save them if there is a file."""
         self.done[part.index] = part.scores
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds
@@ -231,10 +239,10 @@ class Scan:
             self.on_unsaved(str(error))
 
     def report(self) -> ScanReport:
-        """The estimate so far."""
+        """The estimate so far. Raises UserError if no sequence is finished."""
         if not self.done:
-            raise UserError("the scan has no estimate yet: no sequence has gone by")
-        in_order = [self.done[index] for index in sorted(self.done)]  # sums of floats depend on it
+            raise UserError("the scan has no estimate yet: no sequence is finished")
+        in_order = [self.done[index] for index in sorted(self.done)]  # the order changes sums of floats
         scores = combine_scores(in_order, self.wanted, self.backward_passes, self._free)
         return ScanReport(
             model=self.model.title,
@@ -259,7 +267,7 @@ class Scan:
         )
 
     def write(self, path: Path) -> None:
-        """Save what was done. Raises UserError."""
+        """Save the results so far. Raises UserError if the file can't be written."""
         self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(

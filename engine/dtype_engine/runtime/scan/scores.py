@@ -1,13 +1,14 @@
-"""From what every sequence gave to a score and its standard error, by weight and dtype.
+"""Combines the results of all sequences into a score and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error); its
+A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error). Its
 standard error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
 
-A sample (Σ g·Δ)² has a relative standard error of √2, and that is independent from dtype to dtype while its ratio to Σ g²Δ²,
-how much an operation's errors reinforce each other, is nearly the same. So each ratio is shrunk to the mean of its weight's, as
-far as the spread between dtypes is not more than sampling explains: an empirical-Bayes (James-Stein) estimator, as in Efron
-and Morris, "Data Analysis Using Stein's Estimator and its Generalizations" (1975), with the share of each ratio's own value
-a / (a + v), where v is the sampling variance and a what the median variance between dtypes has beyond it.
+A sample (Σ g·Δ)² has a relative standard error of √2, and samples of different dtypes are independent. Its ratio to Σ g²Δ², which
+says how strongly an operation's errors are correlated, is nearly the same in all dtypes of a weight. So each ratio is shrunk
+towards the mean of its weight, unless ratios differ between dtypes by more than sampling explains. This is an empirical-Bayes
+(James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's Estimator and its Generalizations" (1975). The weight
+of a ratio's own value is a / (a + v): v is the sampling variance, and a is by how much the median variance between dtypes
+exceeds it.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ Scores = dict[Key, tuple[float, float | None]]
 
 @dataclass
 class SequenceScores:
-    """What one sequence gave, by weight and dtype.
-
-    normalizer: what the sums are divided by: positions, or energy of the output. sums: (Σ g·Δ)² over the sequence's positions,
-    the mean over probes; errors: its standard error. independent: the same sum if the errors of an operation's output elements
-    were independent, Σ g²Δ², which varies far less from probe to probe. topk_samples: of its `topk` calls. measured: the same
-    sums from passes of their own.
-    """
+    """The results of one sequence, by weight and dtype."""
 
     normalizer: float
+    """Divides the sums: the number of positions, or the energy of the output."""
     sums: dict[Key, float]
+    """(Σ g·Δ)² over the sequence's positions, averaged over the probes."""
     independent: dict[Key, float] = field(default_factory=dict)
+    """Σ g²Δ²: equals `sums` if the errors of an operation's output elements are independent, and varies far less between probes."""
     errors: dict[Key, float] = field(default_factory=dict)
+    """The standard errors of `sums`."""
     complete: bool = False
+    """Whether the probes span the output, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
+    """The same quantity as `sums`, measured by separate passes for a few weights: see `dtype_dependent_weights`."""
 
 
 def combine_scores(
@@ -47,7 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
+    """Every score and its standard error. `free(weight, dtype)` says whether the cast loses nothing, so that the score is 0."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
@@ -75,7 +76,7 @@ def combine_scores(
 def _score(
     done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
-    """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
+    """The ratio estimate Σ sums / Σ normalizers over all sequences, and its standard error."""
     parts = [each.get(key, 0.0) for each in sums]
     normalizer, count = sum(normalizers), len(normalizers)
     score = sum(parts) / normalizer if normalizer else math.inf
@@ -91,8 +92,9 @@ def _score(
 def _shrink_to_mean(
     scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
-    """Shrink each weight's ratios towards their mean, in place. Relative variances: 2 / samples is that of the mean of squares of
-    a Gaussian, which a sum of many products g·Δ nearly is.
+    """Shrink each weight's ratios towards their mean, and change `scores` in place.
+
+    All variances are relative. A sum of many products g·Δ is nearly Gaussian, so the variance of its mean square is 2 / samples.
     """
     variance = 2.0 / (num_probes * sum(not sequence.complete for sequence in done))
     groups: list[dict[Key, float]] = []
@@ -106,7 +108,7 @@ def _shrink_to_mean(
                 ratios[key] = whole / apart
         if len(ratios) > 1 and any(ratios.values()):
             groups.append(ratios)
-    # The variance of the ratios within a weight, relative to its mean, beyond that of the sampling.
+    # By how much the relative variance of the ratios of a weight exceeds the sampling variance.
     spreads = [_relative_variance(list(ratios.values())) for ratios in groups]
     beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
     own = beyond / (beyond + variance)
@@ -122,6 +124,6 @@ def _shrink_to_mean(
 
 
 def _relative_variance(values: Sequence[float]) -> float:
-    """The variance over the square of the mean. (`statistics.variance` computes in fractions, which takes many times as long.)"""
+    """The variance divided by the squared mean. (`statistics.variance` uses fractions and takes many times as long.)"""
     mean = math.fsum(values) / len(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / mean**2

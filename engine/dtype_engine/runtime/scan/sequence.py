@@ -1,7 +1,8 @@
-"""One sequence of a scan: the pass with a graph, the backward passes, and the sums of g·Δ.
+"""Scans one sequence: a forward pass with an autograd graph, the backward passes, and the sums of g·Δ.
 
-Shapes: D dtypes of a weight, E elements of one output of an operation, N gradients that came back for it, B backward passes
-in all: the probes, then one for each sampled `topk`. Errors Δ [D, E]; gradients g [N, E]; sums of g·Δ [D, B] in float64.
+Shapes: D dtypes of a weight; E elements of one output of an operation; N gradients for this output; B backward passes, of which
+the first are for probes, followed by one for each sampled `topk`. Errors Δ [D, E]; gradients g [N, E]; sums of g·Δ [D, B] in
+float64.
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """What a sequence is scanned with.
-
-    wanted: dtypes by weight. costly: those of them that cost anything. num_probes: backward passes. budget: bytes for gradients.
-    `on_measured(done, total)` counts operations.
-    """
+    """The scan of a single sequence."""
 
     model: LiveModel
     wanted: Mapping[str, tuple[str, ...]]
+    """The dtypes in which each weight is scored."""
     costly: Mapping[str, tuple[str, ...]]
+    """Those of the `wanted` dtypes in which a weight loses something, so that it must be measured."""
     num_probes: int
+    """Backward passes from the main output."""
     budget: int
+    """Bytes of memory for gradients."""
     local: LocalErrors
     on_measured: Callable[[int, int], None]
+    """Called as `on_measured(done, total)` with numbers of operations."""
     cancelled: IsCancelled
     unit: str = ""
     elements: int = 1
-    """Of the main output."""
+    """Elements of the main output."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
@@ -83,7 +85,7 @@ class SequenceScan:
         reference = _Reference(main.detach(), distribution)
 
         def drift(mode: ReferenceMode) -> float:
-            """What a pass under another mode drifts by, summed over the positions."""
+            """The drift of a pass under another mode, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
             return reference.drift(main_output(self._call(batch, mode))[1])
@@ -132,7 +134,7 @@ class SequenceScan:
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with a graph; once more when an operation's tensors were written to after it."""
+        """Run the reference with a graph. If later operations overwrote recorded tensors, run it again and copy those tensors."""
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
@@ -147,7 +149,7 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """The margins first: their gradients are measured together with those of the first probes."""
+        """Run all backward passes. Those of the margins come first, so that they are measured together with the first probes."""
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
@@ -182,7 +184,7 @@ class SequenceScan:
             self._measure(operation)
 
     def _measure(self, operation: WeightOp) -> None:
-        """Add the products of an operation's local errors with the gradients that came back; these are released."""
+        """Add the products of an operation's local errors and gradients to the sums, and release the gradients."""
         if self.cancelled():
             raise Cancelled
         gradients_of = [_Gradients.of(each, self._count) if each else None for each in operation.gradients]
@@ -199,7 +201,7 @@ class SequenceScan:
         self.on_measured(self._measured, len(self._operations))
 
     def _add(self, weight: str, errors: torch.Tensor, gradients: _Gradients) -> None:
-        """errors: [D, E], overwritten."""
+        """Add the products for one output to the sums. `errors` [D, E] are overwritten."""
         if weight not in self._sums:
             shape = len(errors), self._count + len(self._samples)
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
@@ -212,21 +214,22 @@ class SequenceScan:
 
 @dataclass(slots=True)
 class _Gradients:
-    """Gradients of one output of an operation. stacked: [N, E], and `columns` [N] the backward pass of each.
-
-    squares: those of all probes summed up, then of each sampled `topk` by itself, [1 + calls, E]; `apart` has their columns.
-    """
+    """The gradients of one output of an operation."""
 
     stacked: torch.Tensor
+    """The gradients, [N, E]."""
     columns: torch.Tensor
+    """The number of the backward pass of each gradient, [N]."""
     squares: torch.Tensor
+    """Squared gradients [1 + calls, E]: first their sum over all probes, then those of each sampled `topk` call."""
     apart: torch.Tensor
+    """The column of `SequenceScan._independent` for each row of `squares`."""
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """`count`: of the probes; backward passes from that number on belong to a sampled `topk`."""
+        """Stack gradients. `count` is the number of probes: backward passes with higher numbers belong to sampled `topk` calls."""
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
-        # Summed one after the other: torch takes ten times as long over a first dimension of four.
+        # They are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         drawn = torch.zeros_like(gradients[0][1])
         for column, gradient in gradients:
             if column < count:
@@ -240,7 +243,7 @@ class _Gradients:
 
 
 class _Reference:
-    """An output to compare others with, in float64, by the definitions of `metrics`; made ready once."""
+    """The reference's output in float64, prepared once for comparisons by the definitions in `metrics`."""
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution
@@ -250,11 +253,11 @@ class _Reference:
             self.p = self.log_p.exp()
 
     def drift(self, other: torch.Tensor) -> float:
-        """The sum over positions of the KL divergence, or of the squares of the differences; infinity where not finite."""
+        """The KL divergence, or the squared difference, summed over all positions; infinity if it is not finite."""
         if not self.distribution:
             total = float((other.double() - self.values).square().sum())
         else:
-            # Where p is 0, nothing is added, whatever q is.
+            # If p is 0, the term is 0 for any q.
             gained = (self.log_p - torch.log_softmax(other.double(), -1)).mul_(self.p)
             total = float(torch.where(self.p > 0, gained, 0.0).sum())
         return max(0.0, total) if math.isfinite(total) else math.inf

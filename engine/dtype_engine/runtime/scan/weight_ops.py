@@ -1,7 +1,8 @@
-"""The weighted operations of a reference pass: every torch call that takes a weight or a view of one.
+"""Records the weighted operations of a reference pass: every torch call with a weight, or a view of a weight, as an argument.
 
-A pass under `WeightOpRecorder` computes what the reference does, with a graph: each weighted operation is noted with
-its arguments, and a hook on its output gets the gradient on the way back. It knows neither modules nor architectures.
+A pass under `WeightOpRecorder` computes the reference with an autograd graph. It records each weighted operation with its
+arguments, and puts a hook on the output that receives the gradient in the backward pass. It needs no knowledge of modules or
+architectures.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ Remake = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """What a tensor is of a weight: the weight itself (`remake` gives it back), or a view or function of it alone."""
+    """How a tensor was made from a weight: it is the weight itself, or a view or function of this weight alone."""
 
     weight: str
+    """The weight's canonical name."""
     remake: Remake
+    """Makes the tensor again from other values of the weight."""
     itself: bool
+    """Whether the tensor is the weight itself, so that `remake` returns its argument."""
 
 
 @dataclass(slots=True)
 class WeightOp:
-    """One weighted operation of a pass. `sources` says of which arguments (by id) it takes which weight.
-
-    `gradients` has, per output of E elements, those that came back so far: [E], one a backward pass, with that pass's number.
-    """
+    """One weighted operation of a pass."""
 
     func: Any
     name: str
@@ -53,35 +54,40 @@ class WeightOp:
     args: Arguments
     kwargs: dict[str, Any]
     sources: dict[int, WeightOrigin]
+    """The arguments that come from weights, by the `id` of the argument."""
     outputs: list[torch.Tensor]
     versions: list[int] = field(default_factory=list)
+    """torch's version counters of the arguments and outputs, taken right after the operation."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
+    """For each output of E elements: (number of the backward pass, its gradient [E]), until the gradients are used."""
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The weights that it takes, each once."""
+        """The names of the weights among its arguments, without repeats."""
         return tuple(dict.fromkeys(source.weight for source in self.sources.values()))
 
     @property
     def overwritten(self) -> bool:
-        """Whether something wrote to what it was given or gave, so that it can't be run again as it was."""
+        """Whether a later operation wrote to its arguments or outputs, so that it can't be run again with the same values."""
         return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
     def note_versions(self) -> None:
-        """Remember the versions of its tensors, which `overwritten` compares."""
+        """Store the version counters of its tensors, so that `overwritten` can compare them later."""
         self.versions = [version_of(tensor) for tensor in self._held()]
 
 
 class WeightOpRecorder(ReferenceMode):
-    """The reference, with a graph, and every weighted operation noted.
+    """Runs the reference with an autograd graph and records every weighted operation.
 
-    `topk_calls` has every `topk` that a weight has a part in, `dtype_read` the weights whose output's dtype was read.
+    `topk_calls` has the `topk` calls whose scores depend on a weight. `dtype_read` has the weights of operations whose output's
+    dtype the model's code read.
 
-    wanted: names of the weights to note operations of. copies: indexes (in the order of the pass) of operations whose
-    tensors are written to later: they get copies. on_gradient(operation, index of its output, gradient) is called on the way back.
+    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of operations whose tensors are
+    overwritten later, so copies of them are kept. on_gradient(operation, index of the output, gradient) is called in the backward
+    pass.
     """
 
     def __init__(
@@ -106,11 +112,11 @@ class WeightOpRecorder(ReferenceMode):
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """Indexes of the operations whose tensors were written to since."""
+        """Indexes of the operations whose tensors were overwritten later."""
         return frozenset(index for index, operation in enumerate(self.operations) if operation.overwritten)
 
     def release(self) -> None:
-        """After the pass: release what is only looked up during it."""
+        """Release the tensors that are needed only during the pass. Call it after the pass."""
         self._given.clear()
         self._made.clear()
 
@@ -169,7 +175,7 @@ class WeightOpRecorder(ReferenceMode):
         in_place = is_in_place(name) and isinstance(args[0], torch.Tensor)
         written = id(args[0]) if in_place else None
         if in_place and written not in sources:
-            # It is run again on what the destination was before.
+            # The operation will be run again, on the values that its destination has before this call.
             args = (args[0].detach().clone(), *args[1:])
         output = call_torch(func, name, given, given_kwargs, self)
         results = tensors_in((output,), {})
@@ -177,11 +183,11 @@ class WeightOpRecorder(ReferenceMode):
             self._note_made(func, args, kwargs, output, sources)
             return output
         if written is not None:
-            self._made.pop(written, None)  # from here on there is more in it than a weight
+            self._made.pop(written, None)  # from now on the tensor is no longer a function of one weight
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if not floats or not any(source.weight in self.wanted for source in sources.values()):
             return output
-        # The first operations have nothing before them that a gradient is wanted of.
+        # Nothing before the first operations requires a gradient, so adding `_start` (0) makes their outputs require one.
         new = {
             id(tensor): tensor.add_(self._start.to(tensor.dtype)) if in_place else tensor + self._start.to(tensor.dtype)
             for tensor in floats
@@ -209,7 +215,7 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Whether all that came out is a function of one weight and nothing else: a view of it, or `-exp(A)`."""
+        """Whether the results are a function of a single weight and of nothing else: a view of it, or `-exp(A)`."""
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
         return only_weights and one and bool(results) and not any(tensor.requires_grad for tensor in results)
@@ -241,7 +247,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """An output with some tensors (by `id`) replaced; named tuples of torch become plain ones."""
+    """An output with some tensors (by `id`) replaced. torch's named tuples become plain tuples."""
     if not new:
         return value
     if isinstance(value, torch.Tensor):

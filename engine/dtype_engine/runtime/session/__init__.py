@@ -1,1 +1,1 @@
-"""One open model, and what can be asked of it."""
+"""A session: one open model, its recipe, and its measurements."""

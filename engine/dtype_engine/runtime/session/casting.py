@@ -1,4 +1,4 @@
-"""The recipe in force on a live model."""
+"""Applies recipes to a live model, with undo and redo."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ OnProgress = Callable[[int, int], None]
 
 
 class Casting:
-    """A live model, the recipe that its weights are cast by, and the recipes before and after it."""
+    """A live model, the current recipe by which its weights are cast, and the history of recipes."""
 
     def __init__(self, model: LiveModel) -> None:
         self._model = model
         self._history = RecipeHistory()
         self.plan = make_plan(model.tree, Recipe())
-        """The dtype of every tensor under the recipe in force."""
+        """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Put a recipe in force without a step to undo. Raises TooSlow, with nothing changed, and Cancelled."""
+        """Apply a recipe without an undo step. Raises TooSlow, with nothing changed, and Cancelled."""
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
         self.plan = plan
         self._model.apply(plan.dtypes, on_progress, cancelled)
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Put a recipe in force as a step that `undo` takes back. Raises as `use` does."""
+        """Apply a recipe as a step that `undo` can revert. Raises as `use` does."""
         make_plan(self._model.tree, recipe).refuse_too_slow()
         self._history.push(recipe)
         self.use(recipe, on_progress, cancelled)
 
     def add(self, rule: Rule) -> None:
-        """Push the recipe in force with one more rule. Raises as `use` does, and UserError where the rule matches nothing."""
+        """Push the current recipe with one more rule. Raises as `use` does, and UserError if the rule matches nothing."""
         recipe = self.plan.recipe.then(rule)
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
@@ -45,20 +45,20 @@ class Casting:
         self.push(recipe)
 
     def undo(self) -> bool:
-        """Go back to the recipe before; False when there is none."""
+        """Go back to the previous recipe. Returns False if there is none."""
         moved = self._history.undo()
         self.use(self._history.recipe)
         return moved
 
     def redo(self) -> bool:
-        """Go forward to what `undo` took back; False when nothing was."""
+        """Apply the recipe that `undo` reverted last. Returns False if there is none."""
         moved = self._history.redo()
         self.use(self._history.recipe)
         return moved
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:
-        """Undo casts made meanwhile: the recipe in force is cast again at the end."""
+        """Undo all casts that the block makes: at its end the current recipe is applied again."""
         try:
             yield
         finally:

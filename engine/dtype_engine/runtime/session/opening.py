@@ -1,4 +1,4 @@
-"""Opens what a user named, or a live module, as a session."""
+"""Opens a session for a model that the user named, or for a live module."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from dtype_engine.runtime.session.session import Session
 
 
 def import_loaders() -> None:
-    """Import what most checkpoints are loaded with, ahead of `open_session`."""
+    """Import the packages that load most checkpoints, so that a later `open_session` is faster."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """The threads that each of some processes computes with, which share `threads`, or torch's own number."""
+    """How many threads each of `processes` may use if they share `threads` threads (None: torch's default number of threads)."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
 def use_threads(threads: int | None) -> None:
-    """Let torch compute with so many threads; None leaves it as it is."""
+    """Set how many threads torch computes with; None changes nothing."""
     if threads:
         torch.set_num_threads(threads)
 
 
 def gpu_count() -> int:
-    """The GPUs that CUDA sees."""
+    """The number of GPUs that CUDA can use."""
     return torch.cuda.device_count()
 
 
@@ -48,19 +48,20 @@ def open_session(
     on_step: OnStep = lambda step: None,
     refused: Callable[[str], None] | None = None,
 ) -> Session:
-    """Open a model: load it, make its inputs, cast nothing.
+    """Open a model: load it and make its inputs. Nothing is cast.
 
     Args:
         model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module, which is
-            taken over as it is: put in evaluation mode, and cast in place.
+            not copied: it is put in evaluation mode and cast in place.
         options: How to open and run it.
-        inputs: What to run it on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
-        on_step: Called with what is being done.
-        refused: Called with why inputs in `options` do not fit; the session opens with the defaults then. None: raise.
+        inputs: The inputs: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one per call.
+        on_step: Called with a description of each step.
+        refused: Called with the reason if the inputs in `options` do not fit; the session then opens with default inputs. If None,
+            the error is raised.
 
     Raises:
         NoForward: There is no architecture to load the weights into.
-        UserError: Anything else that is wrong with the model, the options or the inputs.
+        UserError: Something else is wrong with the model, the options or the inputs.
     """
     options = options or Options()
     use_threads(options.threads)

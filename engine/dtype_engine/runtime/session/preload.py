@@ -1,4 +1,4 @@
-"""What every evaluation needs, imported once by the server that the processes of a pool are forked from."""
+"""Imports what every evaluation needs. The fork server of a process pool imports this module once, before it forks processes."""
 
 from dtype_engine.runtime.session.opening import import_loaders
 

@@ -1,4 +1,4 @@
-"""Bytes of the process, as the system counts them."""
+"""The memory of the process as the operating system counts it, in bytes."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """rss: resident set; anonymous: the part with no file behind it; mapped: the part mapped from the checkpoint's
-    files, which the system can take back; peak_rss: the largest resident set since `reset_peak_rss`. None where the
-    system does not report it."""
+    """The memory of a process in bytes. A figure is None if the system does not report it."""
 
     rss: int
+    """The resident set."""
     anonymous: int | None
+    """The part of the resident set that is not backed by a file."""
     mapped: int | None
+    """The part that is mapped from the checkpoint's files, which the system can reclaim."""
     peak_rss: int | None
+    """The largest resident set since `reset_peak_rss`."""
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """What this process holds now. `files`: those of the checkpoint."""
+    """The current memory of this process. `files` are the checkpoint's files."""
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
         return ProcessMemory(memory.rss, None, None, None)
@@ -41,7 +43,7 @@ def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
 
 
 def reset_peak_rss() -> None:
-    """Start the peak resident set anew from what is resident now (Linux: writes 5 to /proc/self/clear_refs)."""
+    """Reset the peak resident set to the current one (on Linux, by writing 5 to /proc/self/clear_refs; elsewhere do nothing)."""
     if sys.platform.startswith("linux"):
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -50,16 +52,16 @@ def reset_peak_rss() -> None:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start the peaks of the process and of a device anew."""
+    """Reset the peak memory of the process and of a device."""
     reset_peak_rss()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
-    """Bytes of a model's weights under a plan, of the process and of the model's device now.
+    """The current bytes of a model's weights under a plan, of the process, and of the model's device.
 
-    kept_outputs: bytes of outputs kept for the next measurement, and the most that may be; None where nothing is measured.
+    kept_outputs: (bytes of outputs kept for later measurements, the most that may be kept); None before the first measurement.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
@@ -96,11 +98,11 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int:
-    """Resident pages mapped from these files (proc(5), smaps: a line with the path heads each mapping)."""
+    """Bytes of resident pages mapped from these files. In smaps (see proc(5)), a line with the path begins each mapping."""
     wanted = [re.escape(str(path.resolve()).encode()) for path in files]
     if not wanted:
         return 0
-    # One search over the whole text: going line by line in Python takes tens of milliseconds.
+    # One search over the whole text, because a loop over lines in Python takes tens of milliseconds.
     mappings = re.finditer(
         rb" (?:%s)\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB" % b"|".join(wanted), Path("/proc/self/smaps").read_bytes()
     )

@@ -1,4 +1,4 @@
-"""One open model and what may be done with it, synchronously: the public API, and the only thing the worker calls."""
+"""The session: one open model and all operations on it. It is the synchronous public API, and all that the worker calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """A method that reads weights: it raises UserError where their files are not, or no longer, those that were opened."""
+    """Decorate a method that reads weights: it raises UserError if the weight files have changed since they were opened."""
 
     @functools.wraps(method)
     def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -76,9 +76,9 @@ def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Co
 
 
 class Session:
-    """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`.
+    """A live model, its current recipe, and its measurements. `dtype_engine.open` makes one.
 
-    Methods that read weights raise UserError where the model's files are no longer those that were opened.
+    Methods that read weights raise UserError if the model's files have changed since they were opened.
 
     Example:
         >>> print(session)
@@ -92,14 +92,13 @@ class Session:
         self.model = model
         self.options = options
         self.settings = options.settings
-        """How it is run. May be replaced between measurements."""
+        """How the candidate is run. May be replaced between measurements."""
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
-        """What it is run on; None where it can't be run."""
+        """The inputs on which the model is run; None if it can't be run."""
         self.why_no_forward: str | None = None
-        """Why the model can't be run, with hints that the command line and the app fill in."""
-        """Why it can't be run, as a sentence."""
+        """Why the model can't be run: a sentence with placeholders for hints, which the command line and the app fill in."""
         self.scanned: ScanReport | None = None
-        """The last scan, which `predict` and `search` go by."""
+        """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
@@ -116,21 +115,21 @@ class Session:
             f"Session: {printable(self.model.title, 100)} on {self.model.device}\n"
             f"  rules   {printable(str(self.recipe) if self.recipe.rules else 'none: as stored', 300)}\n"
             f"  memory  stored {human_bytes(self.plan.stored_bytes)} → planned {human_bytes(self.plan.planned_bytes)}\n"
-            f"  inputs  {printable(self._inputs_in_words(), 300)}"
+            f"  inputs  {printable(self._inputs_text(), 300)}"
         )
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
-        return session_html(self.model.title, self.tree, self.plan, self._inputs_in_words())
+        """The HTML that a notebook shows for the session."""
+        return session_html(self.model.title, self.tree, self.plan, self._inputs_text())
 
-    def _inputs_in_words(self) -> str:
+    def _inputs_text(self) -> str:
         if self.inputs is not None:
             return self.inputs.description
         return f"none: {self.no_forward}"
 
     @property
     def no_forward(self) -> str | None:
-        """Why the model can't be run; None where it can.
+        """Why the model can't be run; None if it can be.
 
         >>> session.no_forward
         """
@@ -138,7 +137,7 @@ class Session:
 
     @property
     def tree(self) -> Tree:
-        """Modules and tensors, with classes, ties and buffers.
+        """The model's modules and tensors, with classes, ties and buffers.
 
         Example:
             >>> session.tree.stored_bytes
@@ -148,7 +147,7 @@ class Session:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe in force.
+        """The current recipe.
 
         Example:
             >>> session.recipe
@@ -158,7 +157,7 @@ class Session:
 
     @property
     def plan(self) -> Plan:
-        """The dtype of every tensor under the recipe in force.
+        """The dtype of every tensor under the current recipe.
 
         Example:
             >>> set(session.plan.dtypes.values())
@@ -168,18 +167,18 @@ class Session:
 
     @reading_weights
     def cast(self, pattern: str, dtype: str) -> Plan:
-        """Add a rule and cast what it takes, in place.
+        """Add a rule to the recipe, and cast the tensors that it selects in place.
 
         Args:
-            pattern: Names of modules or tensors, with wildcards; or `type:Class`, or `re:` and a regular expression.
-            dtype: What to cast to: a name or short name, or "stored".
+            pattern: Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression.
+            dtype: The dtype to cast to: a name or short name, or "stored".
 
         Returns:
-            The plan of all rules, the new one last.
+            The plan of all rules, of which the new one is the last.
 
         Raises:
-            PatternError: The pattern can't be read, or takes too long to match.
-            UserError: The dtype is unknown, or the pattern takes nothing.
+            PatternError: The pattern is invalid, or takes too long to match.
+            UserError: The dtype is unknown, or the pattern matches nothing.
 
         Example:
             >>> plan = session.cast("*.mlp", "bfloat16")
@@ -191,18 +190,18 @@ class Session:
 
     @reading_weights
     def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
-        """Put a whole recipe in force, as a step that `undo` takes back.
+        """Replace the recipe, as a step that `undo` can revert.
 
-        Rules that take nothing have no effect; `plan.unmatched` names them.
+        Rules that match nothing have no effect; `plan.unmatched` lists them.
 
         Args:
-            recipe: The rules; the last that takes a tensor decides.
-            on_progress: Called with the tensors cast and how many are to be.
-            cancelled: Asked between tensors.
+            recipe: The rules. The last one that selects a tensor decides its dtype.
+            on_progress: Called with the number of tensors cast so far and of all to cast.
+            cancelled: Checked between tensors.
 
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` was true; the next recipe completes the cast.
+            Cancelled: `cancelled()` returned True; the next recipe that is applied completes the cast.
 
         Example:
             >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
@@ -213,16 +212,16 @@ class Session:
 
     @reading_weights
     def use_recipe(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
-        """Put a whole recipe in force without a step to undo, for callers with a history of their own; else as `apply`.
+        """Replace the recipe as `apply` does, but without an undo step, for callers that keep their own history.
 
         Args:
-            recipe: The rules; the last that takes a tensor decides.
-            on_progress: Called with the tensors cast and how many are to be.
-            cancelled: Asked between tensors.
+            recipe: The rules. The last one that selects a tensor decides its dtype.
+            on_progress: Called with the number of tensors cast so far and of all to cast.
+            cancelled: Checked between tensors.
 
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` was true; the next recipe completes the cast.
+            Cancelled: `cancelled()` returned True; the next recipe that is applied completes the cast.
 
         Example:
             >>> session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16")]))
@@ -233,10 +232,10 @@ class Session:
 
     @reading_weights
     def undo(self) -> bool:
-        """Go back to the recipe before.
+        """Go back to the previous recipe.
 
         Returns:
-            False when there is nothing left to undo.
+            False if there is nothing to undo.
 
         Example:
             >>> _ = session.cast("*", "float16")
@@ -247,10 +246,10 @@ class Session:
 
     @reading_weights
     def redo(self) -> bool:
-        """Go forward again to what `undo` took back.
+        """Apply the recipe that `undo` reverted last.
 
         Returns:
-            False when nothing was undone.
+            False if there is nothing to redo.
 
         Example:
             >>> session.redo()
@@ -259,7 +258,7 @@ class Session:
         return self._casting.redo()
 
     def putting_back(self) -> AbstractContextManager[None]:
-        """Casts made meanwhile are undone: the recipe in force is cast again at the end.
+        """A context manager that undoes all casts made in its block: at the end the current recipe is applied again.
 
         Example:
             >>> name = next(iter(session.model.weights))
@@ -272,17 +271,17 @@ class Session:
 
     @reading_weights
     def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
-        """The weights of which a cast makes values infinite or zero; rounding is no loss.
+        """The weights in which a cast makes values infinite or zero. Rounding does not count as a loss.
 
         Args:
-            cancelled: Asked between tensors.
-            plan: Count for this plan; by default for the recipe in force.
+            cancelled: Checked between tensors.
+            plan: The plan to count for; by default that of the current recipe.
 
         Returns:
-            One entry a weight that loses values, with their numbers.
+            One entry for each weight that loses values, with the numbers of lost values.
 
         Raises:
-            Cancelled: `cancelled()` was true.
+            Cancelled: `cancelled()` returned True.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")
@@ -292,13 +291,13 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe by the last scan: the sum of its weights' scores.
+        """Predict the drift of a recipe from the last scan, as the sum of the scores of its weights.
 
         Args:
-            recipe: By default the one in force.
+            recipe: By default the current recipe.
 
         Returns:
-            The drift in the scan's unit. Raises UserError when nothing was scanned, or not in a dtype of the recipe.
+            The drift in the scan's unit. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -311,13 +310,13 @@ class Session:
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
-        """The Pareto front of the model's bytes against predicted drift, by the last scan.
+        """The Pareto front of the model's bytes and the predicted drift, from the last scan.
 
         Args:
-            constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
+            constraints: Which weights stay as stored, share a dtype, or may have only certain dtypes.
 
         Returns:
-            The points, the largest model first. Raises UserError when nothing was scanned.
+            The points, largest model first. Raises UserError if there is no scan.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -329,10 +328,11 @@ class Session:
         return make_front(self.tree, self.scanned.scores(), constraints or Constraints())
 
     def memory(self) -> MemoryStats:
-        """Bytes of the weights and of the process now.
+        """The current memory of the weights and of the process.
 
         Returns:
-            `peak_rss_bytes` counts since the last measurement began; a figure that the system does not have is None.
+            Figures in bytes. `peak_rss_bytes` is the peak since the last measurement began. Figures that the system does not report
+            are None.
 
         Example:
             >>> session.memory().stored_bytes
@@ -348,25 +348,25 @@ class Session:
         cancelled: IsCancelled = never,
         force: bool = False,
     ) -> ExportReport:
-        """Write a checkpoint in the dtypes of the recipe in force; the source is not changed.
+        """Write a checkpoint in the dtypes of the current recipe. The source is not changed.
 
-        Under `quantize_activations="weights"` the checkpoint says so, for the formats that runtimes quantise them in. In NVFP4 the
-        inputs are run for it first: their largest values are kept.
+        With `quantize_activations="weights"`, the checkpoint requests quantised activations for the formats in which runtimes
+        support them. For NVFP4, the inputs are run first, because the checkpoint holds scales from their largest values.
 
         Args:
             folder: A new folder.
             max_shard_size: The most bytes in one file of weights, as a number or as "5GB".
-            on_bytes: Called with the bytes written and all there are.
-            cancelled: Asked between pieces; nothing is left behind then.
-            force: Replace a folder that holds something, when all is written.
+            on_bytes: Called with the bytes written so far and in all.
+            cancelled: Checked between pieces. If it returns True, nothing is left behind.
+            force: Replace a folder that is not empty, once everything is written.
 
         Returns:
-            What was written, in bytes and seconds.
+            A report of what was written, in bytes and seconds.
 
         Raises:
-            UserError: The folder can't be written, holds something, or there is no room.
-            NoForward: Inputs have to be run, and can't be.
-            Cancelled: `cancelled()` was true.
+            UserError: The folder can't be written or is not empty, or the disk is too full.
+            NoForward: The inputs must be run, but the model can't be run.
+            Cancelled: `cancelled()` returned True.
 
         Example:
             >>> report = session.export(folder / "export")
@@ -379,7 +379,7 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """What `export` writes. Inputs are run where a format keeps a scale of theirs. Raises as `export` does.
+        """The tensors that `export` writes. The inputs are run if a format needs their scale. Raises as `export` does.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
@@ -398,7 +398,7 @@ class Session:
         return of_live(self.model, self.recipe, planned, self.settings, ranges)
 
     def need_inputs(self) -> Inputs:
-        """The inputs. Raises NoForward where there are none.
+        """The inputs. Raises NoForward if the model can't be run.
 
         Example:
             >>> len(session.need_inputs().batches)
@@ -410,19 +410,20 @@ class Session:
 
     @reading_weights
     def drift(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> DriftReport:
-        """Run reference and candidate over the inputs and compare their outputs.
+        """Run the reference and the candidate over the inputs, and compare their outputs.
 
         Args:
-            listener: Is called while the measurement runs, and asked how precise it has to be.
-            cancelled: Asked between module calls, where there is no listener.
+            listener: Receives the progress of the measurement, and says how precise it must be.
+            cancelled: Checked between module calls; ignored if there is a listener.
 
         Returns:
-            Figures of the main output and of every module, memory in bytes, times in seconds; `sequences` says over how much.
+            Figures of the main output and of every module, memory in bytes, times in seconds. `sequences` is the number of
+            sequences that were compared.
 
         Raises:
             NoForward: The model can't be run.
             KernelError: An operation has no kernel for a dtype.
-            Cancelled: `cancelled()` was true.
+            Cancelled: `cancelled()` returned True.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")
@@ -446,14 +447,14 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the recipe in force to modules: each is run as cast by itself, all else as the reference.
+        """Attribute the drift of the current recipe to modules. Each is run as cast while all others run as in the reference.
 
         Args:
-            on_progress: Called with the parts run and all.
-            cancelled: Asked between module calls.
+            on_progress: Called with the number of parts run so far and of all.
+            cancelled: Checked between module calls.
 
         Returns:
-            The contributions, the largest first, and their sum. Raises as `drift` does, and UserError under `torch.autocast`.
+            The contributions, largest first, and their sum. Raises as `drift` does, and UserError under `torch.autocast`.
 
         Example:
             >>> _ = session.cast("*.layers.0.mlp", "int8")
@@ -467,14 +468,14 @@ class Session:
 
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
-        """The noise floor: the drift of the reference against itself, for the same sums in another order.
+        """The noise floor: the drift between two runs of the reference that add the same numbers in a different order.
 
         Args:
-            on_progress: Called with the positions compared and all.
-            cancelled: Asked between module calls.
+            on_progress: Called with the number of positions compared so far and of all.
+            cancelled: Checked between module calls.
 
         Returns:
-            The worst figures of all variants; measured once for the inputs. Raises as `drift` does.
+            The worst figures of all variants, measured once for the current inputs. Raises as `drift` does.
 
         Example:
             >>> session.floor() is session.floor()
@@ -489,15 +490,15 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Where values stop being finite, and which rules mend it.
+        """Find where values stop being finite, and which rules prevent that.
 
         Args:
-            report: A measurement of the recipe in force.
-            on_trial: Called with the remedies tried and all.
-            cancelled: Asked between module calls.
+            report: A measurement of the current recipe.
+            on_trial: Called with the number of remedies tried so far and of all.
+            cancelled: Checked between module calls.
 
         Returns:
-            None where all values are finite. Raises as `drift` does.
+            The diagnosis; None if all values are finite. Raises as `drift` does.
 
         Example:
             >>> session.nonfinite(session.drift()) is None
@@ -514,15 +515,16 @@ class Session:
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
-        """The rules that keep the values which the recipe in force loses.
+        """Find rules that keep the values which the current recipe makes infinite or zero.
 
         Args:
-            report: A measurement of the recipe in force, to try the rules out beside; None for untried ones.
-            on_trial: Called with the rules tried and all.
-            cancelled: Asked between module calls.
+            report: A measurement of the current recipe, with which the drift under the new rules is compared; None to return the
+                rules without measuring them.
+            on_trial: Called with the number of rules tried so far and of all.
+            cancelled: Checked between module calls.
 
         Returns:
-            None where nothing is lost but by rounding. Raises Cancelled.
+            The rules; None if values are only rounded. Raises Cancelled.
 
         Example:
             >>> session.loss_remedy(None) is None
@@ -540,13 +542,13 @@ class Session:
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
-        """Every implicit cast of one forward pass over the first input.
+        """All implicit casts in a forward pass over the first input.
 
         Args:
-            cancelled: Asked between module calls.
+            cancelled: Checked between module calls.
 
         Returns:
-            Elements and calls by module, operation and dtypes. Raises as `drift` does.
+            The numbers of elements and calls by module, operation and dtypes. Raises as `drift` does.
 
         Example:
             >>> _ = session.cast("*.mlp", "bfloat16")
@@ -560,15 +562,15 @@ class Session:
     def generate(
         self, tokens: int = 32, on_tokens: OnTokens = ignore, cancelled: IsCancelled = never
     ) -> tuple[Generation, ...]:
-        """Let reference and candidate continue every input greedily.
+        """Let the reference and the candidate continue every input by greedy decoding.
 
         Args:
-            tokens: The most tokens to write.
-            on_tokens: Called with the run ("reference", "candidate"), tokens written, and the most that all runs will write.
-            cancelled: Asked after every token.
+            tokens: The most tokens to generate for each input.
+            on_tokens: Called with the run ("reference" or "candidate"), the tokens generated so far, and the most in all runs.
+            cancelled: Checked after every token.
 
         Returns:
-            Both texts for each input. Raises as `drift` does; NoForward also for a model that does not generate.
+            Both texts for each input. Raises as `drift` does, and NoForward also for a model that can't generate.
 
         Example:
             >>> session.generate(2)[0].differs  # nothing is cast
@@ -584,15 +586,15 @@ class Session:
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
-        """Time whole forward passes in the reference's dtype, as stored, and as cast.
+        """Time whole forward passes in the reference's dtype, with the weights as stored, and with the weights as cast.
 
         Args:
-            on_passes: Called with the row that is timed, passes done and all.
-            cancelled: Asked between module calls.
-            repeats: Passes a row, after one to warm up.
+            on_passes: Called with the row that is being timed, the passes done so far, and all passes.
+            cancelled: Checked between module calls.
+            repeats: Timed passes per row, which follow one warm-up pass.
 
         Returns:
-            Seconds a pass: the median, the fastest and the slowest of each row. Raises as `drift` does.
+            Seconds per pass: the median, fastest and slowest of each row. Raises as `drift` does.
 
         Example:
             >>> [row.what for row in session.speed(repeats=3).rows]
@@ -612,22 +614,22 @@ class Session:
         on_estimate: OnEstimate = ignore,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """How much every weight matters in each of `dtypes`, everything else as in the reference, whatever recipe is in force.
+        """Score how much each weight matters in each of `dtypes`, with everything else as in the reference.
 
-        A scan that was cancelled goes on where it was when the same is asked for again.
+        The current recipe does not affect the scan. A cancelled scan continues when it is started again with the same arguments.
 
         Args:
-            dtypes: What to cast to.
-            draws: Backward passes a sequence, to estimate from; by default 24 over all, at least 4.
+            dtypes: The dtypes in which weights are scored.
+            draws: Backward passes per sequence for the estimate; by default 24 over all sequences, and at least 4 for each.
             exact: Measure each weight in each dtype alone, instead of estimating.
-            save: A file to keep the scan in after every sequence, and to go on from.
-            on_progress: Called with what is done, how much of it, and all.
+            save: A file in which the scan is saved after every sequence, and from which it continues.
+            on_progress: Called with the name of the step, the work done so far, and all work.
             on_estimate: Called with the scores so far.
-            cancelled: Asked between module calls.
+            cancelled: Checked between module calls.
 
         Returns:
-            Scores in nats per position, or another unit that the report names. Raises as `drift` does, and UserError for a
-            saved scan of something else.
+            Scores in nats per position, or in another unit that the report names. Raises as `drift` does, and UserError if the file
+            `save` holds another scan.
 
         Example:
             >>> scan = session.scan(["bfloat16"], draws=1)
@@ -640,7 +642,7 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """The scan that `scan` runs, in its parts; the same one as long as the same is asked for. Raises as `scan` does.
+        """The scan that `scan` runs, for callers that run its parts. The same arguments give the same scan. Raises as `scan` does.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
@@ -656,19 +658,19 @@ class Session:
         measure: bool = False,
         cancelled: IsCancelled = never,
     ) -> SearchReport:
-        """The best recipe for one limit, by the last scan.
+        """Find the best recipe under one limit, from the last scan.
 
         Args:
-            budget: The most bytes of the whole model, as a number or as "12GiB" or "45%" of those stored; the predicted drift is
-                then the lowest.
-            max_drift: The most predicted drift; the bytes are then the fewest.
-            constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
-            measure: Put the recipe in force, and measure it too.
-            cancelled: Asked between module calls of the measurement.
+            budget: The most bytes of the whole model, as a number, as "12GiB", or as "45%" of the stored bytes; the recipe with the
+                lowest predicted drift is returned.
+            max_drift: The highest predicted drift; the recipe with the fewest bytes is returned.
+            constraints: Which weights stay as stored, share a dtype, or may have only certain dtypes.
+            measure: Also apply the recipe and measure its drift.
+            cancelled: Checked between module calls of the measurement.
 
         Returns:
-            The rules, their bytes and drift, and the Pareto front. Raises UserError when nothing was scanned, and OutOfReach
-            when nothing meets the limit.
+            The rules, their bytes and drift, and the Pareto front. Raises UserError if there is no scan, and OutOfReach if no
+            recipe meets the limit.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -698,14 +700,15 @@ class Session:
 
     @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
-        """Run on the inputs of `options` from now on; its other fields do not matter here.
+        """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
 
         Args:
-            options: They are tried with the reference: one call, of given tensors one of each shape.
-            cancelled: Asked between module calls.
+            options: Its inputs are first tried with the reference: one call or, for given tensors, one call of each shape.
+            cancelled: Checked between module calls.
 
         Raises:
-            UserError: They can't be made, do not fit the model or do not run. Everything is as before, as after Cancelled.
+            UserError: The inputs can't be made, do not fit the model, or fail when they are run; nothing is changed.
+            Cancelled: `cancelled()` returned True; nothing is changed.
 
         Example:
             >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
@@ -720,7 +723,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """What the model is run on, call by call; None where it can't be run.
+        """A summary of the inputs, call by call; None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)
@@ -730,7 +733,7 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """Bytes of outputs kept for the next measurement, and the most that may be; None before the first.
+        """(bytes of outputs kept for later measurements, the most that may be kept); None before the first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

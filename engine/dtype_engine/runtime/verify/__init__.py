@@ -1,1 +1,1 @@
-"""An export checked against its source, read by loaders that are not the exporter's."""
+"""Verifies an export against its source. Both are read by loaders that the exporter does not use."""

@@ -1,4 +1,4 @@
-"""An exported folder as safetensors' own loader reads it."""
+"""Reads an exported folder with the loader of the safetensors package."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ from dtype_engine.core.text import printable
 
 @dataclass(slots=True)
 class ExportedValues:
-    """What reads the tensors of an export, by name, and its files' metadata. Where an index names another file than a tensor's,
-    `misplaced` has that tensor and where the index has it.
-    """
+    """The tensors and metadata of an export."""
 
     read: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
+    """For each tensor name, a function that reads the tensor."""
     metadata: dict[str, str] = field(default_factory=dict)
+    """The metadata in the headers of all files."""
     misplaced: dict[str, str] = field(default_factory=dict)
+    """The tensors for which the index names the wrong file, with what is wrong in words."""
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Open every file with weights of an export; those of a pipeline's component have its name before theirs. copied: paths of
-    files that are the source's own and hold no weights of the export.
+    """Open all files with weights in an export. In a pipeline, the name of a tensor begins with the name of its component.
 
-    Raises UserError when there is none, or safetensors can't read one.
+    copied: paths of files that were copied from the source and are skipped. Raises UserError if there are no files with weights, or
+    if safetensors can't read one.
     """
     exported = ExportedValues()
     parts = [("", folder)]
@@ -46,16 +47,16 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                     continue
                 handle: Any = safe_open(file, framework="pt")
                 for key, value in (handle.metadata() or {}).items():
-                    name = key.removeprefix(SCALED_KEY)  # what such a key ends in gets the component before it
+                    name = key.removeprefix(SCALED_KEY)  # the rest of such a key is a tensor's name
                     exported.metadata[key if name == key else SCALED_KEY + prefix + name] = value
                 for name in list(handle.keys()):
                     exported.read[prefix + name] = partial(handle.get_tensor, name)
                     if indexed and indexed.get(prefix + name) != file.name:
                         indexed_file = indexed.get(prefix + name)
-                        where = f"in {printable(indexed_file)}" if indexed_file is not None else "nowhere"
-                        exported.misplaced[prefix + name] = f"is in {file.name}, and the index has it {where}"
+                        where = f"names {printable(indexed_file)}" if indexed_file is not None else "does not list it"
+                        exported.misplaced[prefix + name] = f"is in {file.name}, but the index {where}"
             exported.misplaced |= {
-                name: f"is not in {printable(str(file))}, where the index has it"
+                name: f"is not in {printable(str(file))}, which the index names"
                 for name, file in indexed.items()
                 if name not in exported.read
             }

@@ -1,7 +1,7 @@
-"""The values of a source by loaders that are not this program's: torch.load, safetensors' safe_open, gguf's reader.
+"""Reads the values of a source with loaders of other packages: torch.load, safetensors' safe_open, gguf's reader.
 
-An export is checked against these. Nothing here is shared with what the exporter reads by: a mistake there would otherwise be
-made twice, and approved.
+Exports are compared with these values. No code is shared with the reader that the exporter uses, because a mistake there would
+then be in both and remain undetected.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from dtype_engine.core.errors import UserError, one_line
 
 @dataclass(frozen=True, slots=True)
 class SourceValues:
-    """Tensors by name, each read when it is used. unchecked: what these values can't prove, a sentence each."""
+    """The tensors of a source by name. Each is read on use."""
 
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
+    """Reads a tensor by its name."""
     unchecked: tuple[str, ...] = ()
+    """Sentences for the user about what a comparison with these values can't prove."""
 
 
 def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_component: bool = False) -> SourceValues:
-    """The values in the files of a checkpoint. wanted: names that are looked for in a pickle's entries. by_component: names begin
-    with the folder that their file is in, as those of a pipeline do.
+    """The values in the files of a checkpoint.
 
-    Raises UserError when a loader can't read its file.
+    wanted: the names of weights, by which the right entry of a pickle is recognised. trust: unpickle with any code. by_component:
+    names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't read its file.
     """
     try:
         if all(kind_of(file) == "safetensors" for file in files):
@@ -46,13 +48,13 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
-    """The values of a module that code made, as they are now."""
+    """The current values of a module that code made."""
     state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return SourceValues(
         frozenset(state),
         state.__getitem__,
         (
-            "the source is code: its values were taken as it makes them now, which is not what it made then if it draws them anew",
+            "the source is code: its values were made again, and differ from the exported ones if the code draws them at random",
         ),
     )
 
@@ -75,7 +77,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    """Whether a file is too large to be read whole beside everything else, and can be mapped."""
+    """Whether to map a file instead of reading it: it would fill over half of the free memory, and its format allows mapping."""
     import psutil
 
     if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):
@@ -85,7 +87,7 @@ def _mapped(file: Path) -> bool:
 
 
 def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Of what a pickle holds, the mapping with the most of the names that are looked for."""
+    """The mapping in a pickle that has the most of the `wanted` names."""
     if isinstance(pickled, torch.Tensor):
         return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}
@@ -118,5 +120,5 @@ def _of_gguf(files: tuple[Path, ...]) -> SourceValues:
         return torch.from_numpy(values).reshape([int(extent) for extent in reversed(tensor.shape.tolist())])
 
     blocks = any(tensor.tensor_type.name not in {*plain, "BF16"} for tensor in tensors.values())
-    caveat = "blocks were dequantized by the gguf package here, as they were for the export; no other program was asked"
+    caveat = "the gguf package dequantized the blocks both here and for the export; they were not compared with another program"
     return SourceValues(frozenset(tensors), read, (caveat,) if blocks else ())

@@ -1,4 +1,4 @@
-"""Whether an exported checkpoint is what its recipe makes of the source: every tensor, bit for bit, one at a time."""
+"""Verifies that an exported checkpoint is the source cast by its recipe. It compares every tensor, bit for bit, one at a time."""
 
 from __future__ import annotations
 
@@ -33,27 +33,28 @@ from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.session.opening import open_session
 from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
-from dtype_engine.runtime.verify.independent_block_formats import blocks_anew, finite_largest
+from dtype_engine.runtime.verify.independent_block_formats import finite_largest, quantize_blocks_independently
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""Compares tensors by others: as they come, some indexes of the contents' items, and what is wrong with each."""
+"""Compares tensors in other processes. Yields, in any order, indexes of items of the contents with the problem of each, or None."""
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""Bytes of a file that its fingerprint goes by: the header, and the values of the last tensor."""
+"""Bytes at the start and end of a file that are in its fingerprint: the header, and the values of the last tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenExport:
-    """An export and its source, both open: what should be in it, and what is there."""
+    """An export and its source, both open for comparison."""
 
     contents: Contents
+    """What the export should hold."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """The largest |value| of tensors that share a scale, by their names: looked for once, however many share it."""
+    """The largest |value| of tensors that share a scale, by their names: a cache, so that it is computed once per group."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """What is wrong with these items of the contents, None for nothing. Raises UserError, Cancelled."""
+        """For each of these items of the contents: what is wrong, or None. Raises UserError, Cancelled."""
         found = []
         for index in indexes:
             if cancelled():
@@ -62,7 +63,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """The largest finite |value| of what shares an item's scale; None where it has its own."""
+        """The largest finite |value| of all tensors that share an item's scale; None if it is not shared."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -71,7 +72,7 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """What is wrong with one tensor, None for nothing."""
+        """What is wrong with one tensor, or None."""
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -82,7 +83,7 @@ class OpenExport:
                     f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
                 )
         if item.has_scales and (recorded := self.exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
-            return f"should be {item.dtype}, and the file says {recorded or 'nothing of scales'}"
+            return f"should be {item.dtype}, and the file says {recorded or 'nothing about scales'}"
         missing = next((name for name in _names_read(item) if name not in self.source.names), None)
         if missing is not None:
             return f"is not in the source as {missing}"
@@ -97,26 +98,34 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """What is wrong with the scale of a layer's inputs: where the weight is as it was, it is the source's, if that has one."""
+        """What is wrong with the scale of a layer's inputs, or None.
+
+        If the weight keeps its stored dtype and the source has such a scale, it must be the same. Otherwise it must be finite and
+        positive.
+        """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
             return _values_differ(entry, self.source.read(entry.name), scale, False)
-        return None if bool((scale > 0).all()) and bool(torch.isfinite(scale).all()) else f"{entry.name} is no scale"
+        return (
+            None
+            if bool((scale > 0).all()) and bool(torch.isfinite(scale).all())
+            else f"{entry.name} is not a valid scale"
+        )
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
-        """The tensors that an item should be in the file, worked out here."""
+        """The tensors that the file should hold for an item, computed independently of the exporter."""
         values = tuple(map(self.source.read, _names_read(item)))
         if item.has_scales and item.dtype == item.stored:
             return values
         if not item.has_scales:
             return (values[0].to(torch_dtype(item.dtype)),)
         if item.dtype in dtypes.BLOCK_FORMATS:
-            return blocks_anew(values[0], item.dtype, self._shared(item))
-        return scaled_anew(values[0], item.dtype, self._shared(item))
+            return quantize_blocks_independently(values[0], item.dtype, self._shared(item))
+        return quantize_independently(values[0], item.dtype, self._shared(item))
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """An exported folder and the checkpoint that it was made of. Raises UserError, also where the source is no checkpoint."""
+    """Open an exported folder and the checkpoint that it was made from. Raises UserError, also if the source is no checkpoint."""
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
@@ -126,7 +135,7 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
-    """A hash of what is compared with what: the planned tensors, and of each file its size, its beginning and its end."""
+    """A hash that identifies a comparison: the planned tensors, and the size, beginning and end of each file on both sides."""
     found = hashlib.sha256()
     for item in contents.items:
         found.update(f"{item.name} {item.shape} {item.stored} {item.dtype}\n".encode())
@@ -149,11 +158,10 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with the recipe in it applied to `source`, both read by loaders that the exporter does not use.
+    """Compare an exported folder with `source` cast by the recipe in the folder. Other loaders than the exporter's read both.
 
-    With `drift`, also run both: the drift of the weights loaded back must be that of the source cast by the recipe. elsewhere: who
-    compares the tensors instead of this process; the source is a checkpoint then. Raises UserError when either can't be read,
-    NoForward when `drift` can't be run, and Cancelled.
+    drift: also run both models; their drifts must be equal. elsewhere: compares the tensors in other processes; the source must
+    then be a checkpoint. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`, and Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -167,7 +175,7 @@ def verify(
         contents, values = _of_checkpoint(checkpoint, source, recipe, options)
     else:
         assert session is not None
-        values = of_module(session.model.module)  # as the code made them: before the recipe is applied
+        values = of_module(session.model.module)  # the values that the code made, so before the recipe is applied
     if session is not None:
         session.apply(recipe)
     if checkpoint is None:
@@ -204,10 +212,10 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """What is different in the export from what `contents` plans to make of the source's values.
+    """The differences between an export and what `contents` plans for the source's values.
 
-    Of the plan only names, dtypes and shapes are taken; a cast is done anew, by torch's own `to` or the formula of scales. Reads
-    one tensor at a time. Raises UserError when a file can't be read, Cancelled.
+    Only names, dtypes and shapes come from the plan. Casts are computed independently, with `Tensor.to` or the formula for scales.
+    Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
     """
     exported = _read(folder, contents)
     opened = OpenExport(contents, source, exported)
@@ -233,7 +241,7 @@ def compare(
 
 
 def _as_exported(options: Options, file: RecipeFile) -> Options:
-    """With the settings that the export was made for, where it names some."""
+    """The options with the run settings in the export's recipe file, if it has any."""
     return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
 
 
@@ -250,7 +258,7 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Tensors of the source that nothing in the export stands for."""
+    """Tensors of the source that are missing in the export, or were left out as tied although they differ."""
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -258,24 +266,28 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
         if written_as is None:
             differences.append(TensorDifference(name, "is in the source and not in the export"))
         elif written_as in source.names and not _same_bits(source.read(name), source.read(written_as)):
-            differences.append(TensorDifference(name, f"was left out as the same as {written_as}, and differs from it"))
+            differences.append(
+                TensorDifference(name, f"was left out as identical to {written_as}, but differs from it")
+            )
     return differences
 
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
-    """The source's names for what an item is made of: one that has scales already has them beside it."""
+    """The names in the source of the tensors that an item is made from, including scales if the source already has them."""
     if item.has_scales and item.dtype == item.stored:
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
     return (item.name,)
 
 
-def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor in a storage-only dtype, and its scales: the formula at the top of `numerics.quantize`, in plain torch.
+def quantize_independently(
+    values: torch.Tensor, dtype: str, shared: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of a tensor in a storage dtype, by the formula at the top of `numerics.quantize`, in plain torch.
 
-    scale = amax |w| / (the dtype's largest value), a channel (dimension 0) or a tensor, over what is finite; 1 where all is
-    zero; never below float32's smallest normal value. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
-    shared: the largest |w| of all that has one scale with this tensor; None where its scales are its own.
+    scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. It is 1 if all
+    values are zero, and never below float32's smallest normal value. Codes are w / scale, clamped and rounded half to even; NaN is
+    0 in int8. shared: the largest |w| of all tensors that share the scale; None if it is not shared.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -294,13 +306,13 @@ def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -
 
 
 def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """The shape that torch has for a tensor of a file: of `float4_e2m1fn_x2`, an element holds two values."""
+    """The shape of a file's tensor in torch, where one element of `float4_e2m1fn_x2` holds two values."""
     halved = entry.dtype == "float4_e2m1fn_x2" and entry.shape
     return (*entry.shape[:-1], entry.shape[-1] // 2) if halved else entry.shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """[elements, bytes of one]"""
+    """The bytes of a tensor's elements, uint8 [elements, bytes of an element]."""
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 
@@ -309,9 +321,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """How many elements differ. A cast of NaN may have any of NaN's patterns of bits."""
+    """How many elements differ, in words; None if none do. After a cast, all bit patterns of NaN count as equal."""
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
-        return f"{entry.name} is of {expected.numel()} values in the source"
+        return f"{entry.name} has {expected.numel()} values in the source"
     differing = (_bits(expected) != _bits(stored)).any(dim=1)
     if cast and stored.is_floating_point() and bool(differing.any()):
         nan = torch.isnan(expected.to(torch.float32)) & torch.isnan(stored.to(torch.float32)).reshape(expected.shape)
@@ -321,17 +333,17 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Scales that come of calibration inputs, in a sentence."""
+    """A sentence about scales from calibration inputs, which can't be recomputed; () if there are none."""
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()
     return (
-        f"{count} scales of activations come of calibration inputs: looked at was whether they are positive and finite",
+        f"{count} scales of activations come from calibration inputs: only whether they are positive and finite was checked",
     )
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """The files of an export that hold no weights and are no copies of the source's, in a sentence."""
+    """A sentence that lists the export's files which hold no weights and are not copies from the source; () if there are none."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -343,7 +355,7 @@ def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
     if not others:
         return ()
     shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
-    return (f"files beside the weights were not compared: {shown}",)
+    return (f"other files than weights were not compared: {shown}",)
 
 
 def drift_of_export(
@@ -353,10 +365,10 @@ def drift_of_export(
     options: Options,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """The drift of an export's weights, loaded back, against the reference of the session on its source.
+    """The drift of an export that is loaded again, compared with the reference of the session on its source.
 
-    The loaded module runs; only the stored weights that the reference widens come from the source. Raises UserError where the
-    two have not the same weights.
+    The loaded module runs as the candidate. The reference uses the weights of the source. Raises UserError if the two models do not
+    have the same weights.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:
@@ -368,7 +380,7 @@ def drift_of_export(
         raise UserError(
             f"{exported.path}: its model has other weights than {model.title}, so their drift can't be compared"
         )
-    for name, weight in back.weights.items():  # each as a cast of the source's
+    for name, weight in back.weights.items():  # treat each as a cast of the source's weight
         original = model.weights[name]
         weight.dtype = weight.info.dtype
         weight.info, weight.original, weight.stored_scale = original.info, original.original, original.stored_scale

@@ -196,7 +196,7 @@ def test_without_inputs_nvfp4_is_refused_and_the_command_runs_them(
     assert group["input_activations"]["dynamic"] == "local"
     report = verify(out, locate(str(source)))
     assert report.same
-    assert any("14 scales of activations come of calibration inputs" in sentence for sentence in report.unchecked)
+    assert any("14 scales of activations come from calibration inputs" in sentence for sentence in report.unchecked)
     file = out / "model.safetensors"
     tensors = load_file(file)
     from safetensors import safe_open

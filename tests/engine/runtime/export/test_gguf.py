@@ -77,7 +77,7 @@ def test_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureF
     for name, tensor in wanted.items():
         assert torch.equal(found[name], tensor.bfloat16()), name
     assert engine("verify", tmp_path / "out", "--against", path) == 0
-    assert "blocks were dequantized by the gguf package" in capsys.readouterr().out
+    assert "the gguf package dequantized the blocks" in capsys.readouterr().out
     assert engine("weights", path, "--cast", "blk=bf16", "--json") == 0
     errors = {row["name"]: row for row in json.loads(capsys.readouterr().out)["weights"]}
     for name, tensor in wanted.items():
