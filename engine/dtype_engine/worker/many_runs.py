@@ -1,4 +1,6 @@
-"""Runs work that has many independent parts (scans, causes, several recipes) on worker processes if the user wants some, else here."""
+"""Runs work of many independent parts: scans, causes, several recipes. Worker processes do it if the user wants some, else this
+engine.
+"""
 
 from __future__ import annotations
 
@@ -47,9 +49,7 @@ class ManyRuns:
         def on_estimate(report: ScanReport) -> None:
             self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
 
-        self._emit(
-            events.WorkingProgress(recipe, "scan", 0, 1)
-        )  # shown while the reference runs, before the first part
+        self._emit(events.WorkingProgress(recipe, "scan", 0, 1))  # the reference runs before the first part
         task = session.scan_task(command.dtypes, None, False, None)
         assert isinstance(task, ScanInParts)
         if command.keep:
