@@ -1,4 +1,4 @@
-"""Evaluates plain data in whatever process it is called in: the model is opened once in a process and kept."""
+"""Runs an evaluation in the process that calls it. The model is opened once in each process and kept."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import OpenExport
 
-_lock = threading.Lock()  # a cluster's worker may have several threads, and there is one live model
+_lock = threading.Lock()  # a cluster's worker may have several threads, but a process has only one live model
 
 
 @dataclass
 class _ThisProcess:
-    """What is open in this process, from one evaluation to the next."""
+    """What this process keeps open between evaluations."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The causes that were last looked for, with the outputs of the reference, while the model is still cast for them."""
+    """The last search for causes, with the outputs of the reference, as long as the model is still cast for it."""
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Before another model is opened: two may not fit."""
+        """Release everything, because memory may not hold a second model."""
         self.model = self.attribution = self.export = None
 
 
@@ -58,14 +58,14 @@ _process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
-    """Stop the evaluations of this process where `cancelled()` is true."""
+    """Stop the evaluations of this process as soon as `cancelled()` returns true."""
     _process.cancelled = cancelled
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Open the model, if it is not open, and evaluate.
+    """Open the model, if it is not open yet, and run the evaluation.
 
-    Raises UserError, also where the model or its inputs are not those that were asked about, and Cancelled.
+    Raises UserError, also where the files here are another model or other inputs than those of the evaluation, and Cancelled.
     """
     with _lock:
         opened, task = evaluation.opened, evaluation.task
@@ -87,7 +87,7 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Evaluate a task in an open session. Its recipe in force may be another afterwards. Raises UserError, Cancelled."""
+    """Run a task in an open session, which may change the session's recipe. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):
@@ -111,9 +111,9 @@ def perform(
 def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> PartDrift:
     from dtype_engine.runtime.measure.attribution import Attribution, Part
 
-    kept, _process.attribution = _process.attribution, None  # put back when it is whole
+    kept, _process.attribution = _process.attribution, None  # stored again once the measurement has succeeded
     if kept is None or kept[0] is not session or kept[1:3] != (task.recipe, task.settings):
-        kept = None  # its outputs go before others come
+        kept = None  # frees its outputs before new ones are made
         session.use_recipe(task.recipe, cancelled=cancelled)
         assert session.inputs is not None
         kept = session, task.recipe, task.settings, Attribution(session.model, session.inputs, task.settings)

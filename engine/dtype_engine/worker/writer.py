@@ -1,4 +1,4 @@
-"""Runs save requests: exports a checkpoint, writes a recipe file or report, or converts a recipe. Imports torch only when needed."""
+"""Runs save requests: exports a checkpoint, writes a recipe file or report, or converts a recipe. Imports torch when needed."""
 
 from __future__ import annotations
 
