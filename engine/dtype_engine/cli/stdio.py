@@ -20,7 +20,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
         """The time in seconds."""
         found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
         if found is None:
-            self.fail(f"{printable(value, 40)!r} is no time: write 90s, 10m or 2h", param, ctx)
+            self.fail(f"{printable(value, 40)!r} is not a time: write 90s, 10m or 2h", param, ctx)
         return int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
 
 

@@ -19,7 +19,7 @@ def _share(context: click.Context, parameter: click.Parameter, text: str | None)
         return None
     share = share / 100 if text.strip().endswith("%") else share
     if not 0 <= share <= 1:
-        raise click.BadParameter(f"{text!r} is no share of positions: write 0.99 or 99%")
+        raise click.BadParameter(f"{text!r} is not a share of positions: write 0.99 or 99%")
     return share
 
 
@@ -31,7 +31,7 @@ def _number(context: click.Context, parameter: click.Parameter, text: str | None
     except ValueError:
         number = math.nan
     if math.isnan(number):
-        raise click.BadParameter(f"{text!r} is no number")
+        raise click.BadParameter(f"{text!r} is not a number")
     return number
 
 
