@@ -79,7 +79,7 @@ class Ranked:
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
     """The weights that may cause drift, in one dtype or (None) in all, with the highest scores first. per_byte: rank by score for
-    each byte saved, the lowest first; weights that save nothing come last.
+    each byte saved instead; weights that save nothing come last.
     """
     rows = [
         Ranked(score, tree.tensors[score.name].nbytes - score.bytes)
