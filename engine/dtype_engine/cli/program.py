@@ -72,20 +72,20 @@ _BAR = 20
 _pace = JobPace()
 
 
-def say_share(what: str, done: int, total: int, said: str = "", job: str = "") -> None:
-    """Show the progress of a job: `said` (by default `what`), a bar, and an estimate of the time left once there is one.
+def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
+    """Show the progress of a job: `text` (by default `what`), a bar, and an estimate of the time left once there is one.
 
     job: the name of the whole job where `what` is only a part of it; `done` and `total` then count the whole job. A total of 0
     means that the amount of work is not known.
     """
     if not total:
-        say(said or what)
+        say(text or what)
         return
     share = min(1.0, max(0.0, done / total))
     _pace.follow(job or what, share)
     left = _pace.seconds_left
     filled = round(_BAR * share)
-    shown = f"{said or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"
+    shown = f"{text or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"
     say(shown + (f" {time_left(left)} left" if left is not None else ""))
 
 
@@ -95,9 +95,7 @@ def say_progress(run: str, done: int, total: int) -> None:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status. An error prints one line; bad input gives status 2, a signal 128 plus its
-    number. A closed pipe prints nothing.
-    """
+    """Run a click command. Returns its exit status; 2, after one line on standard error, for bad input; 128 + the signal's number."""
     fill_closed()
     try:
         with own_output():

@@ -1,6 +1,4 @@
-"""Standard streams: only answers go to standard output, whatever a model's code prints, and an answer that can't be written is an
-error.
-"""
+"""Standard streams: only answers go to standard output, whatever a model's code prints. A failure to write one is an error."""
 
 from __future__ import annotations
 

@@ -161,17 +161,13 @@ def fitting(workers: int, private: int) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The names of the `count` GPUs that this process can use: the numbers or UUIDs in `CUDA_VISIBLE_DEVICES`, or else their
-    numbers.
-    """
+    """The names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), else their numbers."""
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make only one GPU visible to this process, which has number `index` in its pool and must not have initialized CUDA yet.
-    Without GPUs nothing changes.
-    """
+    """Make one GPU visible to this process, the `index`-th of its pool. CUDA must not be initialized. No GPUs: change nothing."""
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
 

@@ -123,9 +123,7 @@ class Evaluated:
 
 
 def other_versions(result: Evaluated) -> str:
-    """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`: how the versions that affect figures differ from those here; "" where
-    they are equal.
-    """
+    """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`: which versions that affect figures differ; "" where none do."""
     here = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {here[name]})"

@@ -21,7 +21,7 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 def check_name(path: Path) -> None:
     """Raise UserError where the ending of a file's name is not that of a format for reports."""
     if path.suffix.lower() not in FORMATS:
-        raise UserError(f"can't tell what {path} is to be: name a report .html or .md")
+        raise UserError(f"can't tell the format of {path}: name a report .html or .md")
 
 
 def render(report: Report, path: Path) -> str:

@@ -32,9 +32,7 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """The number of parameters; `-` where all of them are tied to others, and `> 1.2 M` or `unknown` where the number of parameters
-    in packed weights is not known.
-    """
+    """The number of parameters: `-` where all are tied to others, `> 1.2 M` or `unknown` where packed weights hide their number."""
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
     return "-" if totals.tied and not totals.nbytes else human_count(totals.parameters)
@@ -173,7 +171,7 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 def drift_text(report: DriftReport) -> str:
     """The figures of one measurement, and the modules with the lowest SQNR."""
-    from dtype_engine.results.drift import worst_modules  # imported here, to keep it out of the app's first paint
+    from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
     output, memory = report.output, report.memory
     lines = [

@@ -123,7 +123,7 @@ def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def causes_headline(report: AttributionReport) -> str:
-    """`62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
+    """A sentence about the largest cause: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
     if not report.causes or report.whole == 0:
         return "nothing drifts: every module computes as the reference does"
     first = report.causes[0]

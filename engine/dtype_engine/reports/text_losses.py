@@ -22,12 +22,12 @@ HELP = (
 
 
 def loss_sentence(loss: ValueLoss) -> str:
-    """`conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
+    """A sentence about one tensor: `conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
     return f"{printable(loss.tensor, 200)}: {loss_words(loss)}"
 
 
 def loss_words(loss: ValueLoss) -> str:
-    """`64 of 128 values became infinite in float16`."""
+    """What the cast of one tensor lost: `64 of 128 values became infinite in float16`."""
     parts = []
     if loss.overflowed:
         parts.append(f"{_of(loss.overflowed, loss)} became infinite")
@@ -51,7 +51,7 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """`64 values became infinite, 12 became zero, in 2 tensors`; "" where rounding is the only loss."""
+    """The sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" where rounding is the only loss."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -109,7 +109,7 @@ def remedy_lines(remedy: LossRemedy | None) -> list[str]:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """`tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
+    """The effect of a remedy: `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -39,9 +39,7 @@ class ValueLoss:
     elements: int
     """All elements of the tensor."""
     channels: int = 0
-    """Output channels with values before the cast and only zeros after it. A channel is an index of the first dimension; a vector
-    is one channel.
-    """
+    """Output channels (indexes of the first dimension; a vector is one channel) that only the cast made all zero."""
     saturated: int = 0
     """Beyond the range of the scale, so clipped to the largest value of a dtype with scales."""
     nonfinite: int = 0
@@ -58,13 +56,11 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the tensor belongs in a list of losses."""
+        """Whether the tensor belongs in a list of losses (see the class)."""
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """The losses that are more than rounding. Those with the largest share of overflowed values come first, then those with the
-    largest share of vanished ones.
-    """
+    """The losses that are more than rounding, ordered by the share of overflowed values, then of vanished ones, the largest first."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

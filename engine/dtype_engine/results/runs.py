@@ -28,7 +28,7 @@ class Generation:
 
     @property
     def same_tokens(self) -> int:
-        """How many tokens from the start are the same."""
+        """How many tokens at the start of both texts are the same."""
         pairs = zip(self.reference.ids, self.candidate.ids, strict=False)
         return next(
             (index for index, (one, other) in enumerate(pairs) if one != other),

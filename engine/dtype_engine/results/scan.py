@@ -28,9 +28,7 @@ class WeightScore:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much every castable weight matters in each of several dtypes. A weight that is at least as wide as in the reference has a
-    score of 0.
-    """
+    """How much every castable weight matters in each of several dtypes. In a dtype as wide as the reference's its score is 0."""
 
     model: str
     device: str
@@ -70,7 +68,7 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """Scores by (weight, dtype)."""
+        """The scores, by the pair of the weight's name and the dtype."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:

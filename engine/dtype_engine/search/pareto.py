@@ -39,9 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype, and their choices, the smallest first. No choice is both larger and worse than
-    another.
-    """
+    """Weights that must have one dtype, and their choices, the smallest first. No choice is both larger and worse than another."""
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -164,8 +162,8 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """The choices in order of bytes, without any that is no better than another in both bytes and score. Of equal choices the wider
-    dtype is kept.
+    """The choices by bytes, without those that are no better than another in bytes and score. Of equal ones the wider dtype is
+    kept.
     """
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []

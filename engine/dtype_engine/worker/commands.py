@@ -174,9 +174,7 @@ class Generate(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts it and is measured
-    first.
-    """
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts it to be measured."""
 
     name = "scan"
     dtypes: tuple[str, ...]

@@ -166,8 +166,8 @@ class Connection:
         return hello
 
     def open_model(self, request: control.Open) -> str:
-        """Let a new engine open a model, and return the model's title. Raises UserError where the engine finds no such model, or a
-        rule that matches nothing.
+        """Open a model in a new engine. Returns its title. Raises UserError where there is no such model, or a rule matches
+        nothing.
         """
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
@@ -198,9 +198,7 @@ class Connection:
         self._process.kill()
 
     def end(self, seconds: float) -> int:
-        """Close the engine's input, wait up to `seconds` for it to exit, and then kill it. Returns the exit status: negative, the
-        number of the signal that ended it.
-        """
+        """Close the engine's input, wait up to `seconds`, then kill it. Returns the exit status, or minus the number of a signal."""
         self._outgoing.put(None)
         try:
             status = self._process.wait(seconds)

@@ -35,9 +35,7 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_export(self) -> None:
-        """Emit what an export of the current recipe would write. This does not wait for running commands, only for the model to be
-        open.
-        """
+        """Emit what an export of the current recipe would write, once the model is open. This does not wait for commands."""
 
     @abstractmethod
     def check_path(self, path: str) -> None:

@@ -1,6 +1,4 @@
-"""Messages in a stream of bytes. After a mark, each message is its length (4 bytes, big-endian) and its bytes, compressed if
-wanted.
-"""
+"""Messages in a stream of bytes: first a mark, then for each message its length (4 bytes, big-endian) and its bytes."""
 
 from __future__ import annotations
 

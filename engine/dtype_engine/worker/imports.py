@@ -9,9 +9,7 @@ _thread: threading.Thread | None = None
 
 
 def begin_imports() -> None:
-    """Import torch, and the parts of the engine that need it, in another thread. An import that fails is reported when a model is
-    opened.
-    """
+    """Import torch, and what needs it, in another thread. An import that fails is reported when a model is opened."""
     global _thread
     _thread = threading.Thread(target=_import, name="dtype-engine-imports", daemon=True)
     _thread.start()

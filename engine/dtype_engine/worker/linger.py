@@ -211,9 +211,7 @@ def close(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Serve one connection after another, until the app closes the engine or has been disconnected for `linger_s` seconds while
-    nothing runs.
-    """
+    """Serve one connection after another, until the app closes the engine or stays away for `linger_s` seconds while nothing runs."""
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
     server = EngineServer(keep=True)
@@ -236,9 +234,7 @@ def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
 
 
 def main() -> None:
-    """Run the lingering engine. Arguments: the descriptor of a listening socket, the path of its files without their endings, and
-    how many seconds to linger.
-    """
+    """Run a lingering engine. Arguments: the descriptor of its socket, the path of its files without endings, seconds to linger."""
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived

@@ -1,6 +1,4 @@
-"""Runs work of many independent parts: scans, causes, several recipes. Worker processes do it if the user wants some, else this
-engine.
-"""
+"""Runs work of many independent parts (scans, causes, several recipes) by workers if the user wants them, else by this engine."""
 
 from __future__ import annotations
 
@@ -111,8 +109,8 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Gives the workers, or None where this engine does the work. private: as in `Workers.pool`. If they fail, they are closed,
-        and the next work starts new ones.
+        """Gives the workers, or None for this engine. private: as in `Workers.pool`. Workers that fail are closed, and the next
+        work starts others.
         """
         workers = self._model.options.workers
         if workers is None or not needed:

@@ -93,9 +93,7 @@ def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
 
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
-    from dtype_engine.core.opening_progress import (
-        OpeningProgress,
-    )  # imported here, to keep it out of the app's first paint
+    from dtype_engine.core.opening_progress import OpeningProgress  # the first paint does not need it
 
     started = time.perf_counter()
     with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
@@ -118,16 +116,15 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Raises NoForward and UserError."""
+    """Open the session, after the tree of the headers was emitted where that is wanted. Raises NoForward, UserError."""
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")
         model.checkpoint = source.open()
         assert model.checkpoint is not None
         if read_headers:
-            emit(
-                events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices)
-            )  # the tree is not kept here, because it may be large
+            # The tree may be large, so it is not kept here.
+            emit(events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices))
         from dtype_engine.checkpoint.memory_fit import shortfall
 
         if reason := shortfall(model.checkpoint):

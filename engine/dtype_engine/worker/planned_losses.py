@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.numerics.overflow_underflow import Counted
 
 MAX_AUTOMATIC_BYTES = 8 << 30
-"""The most bytes that are read before the user has asked for it."""
+"""The most bytes of values that are read automatically. More are read only when the user asks for it."""
 
 
 class PlannedLosses:

@@ -228,9 +228,7 @@ class EngineProcess(Engine):
                     return
                 if not self._restarting:
                     self._ended = True
-                    self._emit(
-                        events.EngineEnded(reason)
-                    )  # the lock makes this come before all events of the next engine
+                    self._emit(events.EngineEnded(reason))  # the lock lets this precede the next engine's events
                     return
                 self._restarting = False
                 self._requests = [*self._in_force.requests()]
@@ -308,9 +306,7 @@ class EngineProcess(Engine):
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write a file on this machine whose text the engine of another machine has sent. Raises WireError where none was
-        requested.
-        """
+        """Write the text that the engine of another machine has sent to a file here. Raises WireError where none was requested."""
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest

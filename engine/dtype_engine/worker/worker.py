@@ -103,9 +103,7 @@ class Worker(Engine):
             self._emit(events.PathChecked(path, False, error.sentence))
 
     def close(self) -> None:
-        """Stop everything. Waits at most two seconds, because imports and kernels can't be interrupted; their daemon threads may
-        still run when this returns.
-        """
+        """Stop everything. Waits at most two seconds, because the threads may be in imports or kernels, which can't be interrupted."""
         with self._changed:
             self._closing.set()
             self._opened.set()
@@ -138,9 +136,7 @@ class Worker(Engine):
         self._emit(events.Jobs(running.name if running is not None else "", job_names(self._queue.waiting)))
 
     def _work(self) -> None:
-        from dtype_engine.worker.run_commands import (
-            CommandRunner,
-        )  # imported here, to keep it out of the app's first paint
+        from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it
 
         _lower_priority()
         self._memory.busy.set()
@@ -161,9 +157,7 @@ class Worker(Engine):
         runner.close()
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command and take it from the queue. Returns the queue with that command running, and the token that cancels
-        it; None when the worker closes.
-        """
+        """Wait for a command; None when the worker closes. Returns the queue with that command running, and its cancel token."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()

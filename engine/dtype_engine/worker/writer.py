@@ -135,9 +135,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """The contents of an export, with the scales of activations: where the inputs have to be run for these, the session is cast to
-    the recipe.
-    """
+    """The contents of an export with the scales of activations. If these need the inputs to be run, the session is cast for it."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
