@@ -95,7 +95,7 @@ def say_progress(run: str, done: int, total: int) -> None:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command. Returns its exit status; 2, after one line on standard error, for bad input; 128 + the signal's number."""
+    """Run a click command. Returns its exit status: 2, after one line on standard error, for bad input; 128 + n for signal n."""
     fill_closed()
     try:
         with own_output():

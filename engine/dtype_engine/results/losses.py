@@ -61,6 +61,6 @@ class ValueLoss:
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """The losses that are more than rounding, ordered by the share of overflowed values, then of vanished ones, the largest first."""
+    """The losses that are more than rounding. The largest share of overflowed values comes first, then of vanished values."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

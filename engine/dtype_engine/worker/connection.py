@@ -198,7 +198,7 @@ class Connection:
         self._process.kill()
 
     def end(self, seconds: float) -> int:
-        """Close the engine's input, wait up to `seconds`, then kill it. Returns the exit status, or minus the number of a signal."""
+        """Close the engine's input, wait up to `seconds`, then kill it. Returns the exit status, or minus the signal's number."""
         self._outgoing.put(None)
         try:
             status = self._process.wait(seconds)

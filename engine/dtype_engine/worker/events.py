@@ -210,7 +210,7 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Whether a path on the engine's machine is taken by a file or a folder with files. `reason`: why it can't be written at all."""
+    """Whether a path on the engine's machine is taken by a file or a folder with files. `reason`: why it can't be written."""
 
     path: str
     taken: bool

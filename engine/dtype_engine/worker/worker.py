@@ -103,7 +103,7 @@ class Worker(Engine):
             self._emit(events.PathChecked(path, False, error.sentence))
 
     def close(self) -> None:
-        """Stop everything. Waits at most two seconds, because the threads may be in imports or kernels, which can't be interrupted."""
+        """Stop everything. Waits at most two seconds, because the imports and kernels of a thread can't be interrupted."""
         with self._changed:
             self._closing.set()
             self._opened.set()
