@@ -161,7 +161,7 @@ def fitting(workers: int, private: int) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), or their numbers."""
+    """The names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), or numbers."""
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 

@@ -211,7 +211,7 @@ def close(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Serve connections one after another, until the app closes the engine or stays away for `linger_s` seconds with nothing to do."""
+    """Serve one connection after another, until the app closes the engine or is away for `linger_s` seconds while it is idle."""
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
     server = EngineServer(keep=True)
