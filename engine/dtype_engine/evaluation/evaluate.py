@@ -139,16 +139,16 @@ def _opened(wanted: Opened) -> Session:
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.runtime.session.opening import open_session
 
-        here = _here()
+        worker = _this_worker()
         try:
             source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
             session = open_session(source, wanted.options)
         except UserError as error:
-            raise UserError(f"{here} can't open the model: {error}") from None
+            raise UserError(f"{worker} can't open the model: {error}") from None
         for what, found in zip(("weights", "inputs"), describe(session), strict=True):
             if found != getattr(wanted, what):
                 raise UserError(
-                    f"{here} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
+                    f"{worker} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
                 )
         _process.model = wanted, session
     return _process.model[1]
@@ -165,13 +165,13 @@ def _opened_export(wanted: Exported) -> OpenExport:
             source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
             export = open_export(wanted.folder, source, wanted.options)
         except UserError as error:
-            raise UserError(f"{_here()} can't open the export: {error}") from None
+            raise UserError(f"{_this_worker()} can't open the export: {error}") from None
         if fingerprint(export.contents, wanted.folder) != wanted.contents:
-            raise UserError(f"{_here()} has another export or another source: give every worker the same files")
+            raise UserError(f"{_this_worker()} has another export or another source: give every worker the same files")
         use_threads(wanted.options.threads)
         _process.export = wanted, export
     return _process.export[1]
 
 
-def _here() -> str:
+def _this_worker() -> str:
     return f"process {os.getpid()} on {platform.node()}"

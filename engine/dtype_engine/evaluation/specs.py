@@ -124,11 +124,11 @@ class Evaluated:
 
 def other_versions(result: Evaluated) -> str:
     """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`: which versions that affect figures differ; "" where none do."""
-    here = versions()
+    own = versions()
     others = [
-        f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {here[name]})"
+        f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
         for name in _ARITHMETIC
-        if result.versions.get(name) != here[name]
+        if result.versions.get(name) != own[name]
     ]
     return f"process {result.process} on {printable(result.host, 100)} has {' and '.join(others)}" if others else ""
 

@@ -153,8 +153,8 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
-        here = portable(options, threads)
-        exported = Exported(model_text(source), here, folder.absolute(), fingerprint(contents, folder))
+        worker_options = portable(options, threads)
+        exported = Exported(model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder))
         tasks = [CompareTensors(indexes) for indexes in _pieces([item.nbytes for item in contents.items])]
         for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
             if other := other_versions(result):

@@ -31,12 +31,12 @@ class Workers:
     """Starts workers when they are first needed, and keeps them, with the model that each has open, until `close`. A context
     manager.
 
-    asked: the result of `parse_workers`. on_notice: called with a sentence where there are fewer workers than asked for. most: the
+    requested: the result of `parse_workers`. on_notice: called with a sentence where there are fewer workers than asked for. most: the
     most pieces of work that there will be, None where that is not known.
     """
 
-    def __init__(self, asked: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
-        self._asked = asked
+    def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
+        self._requested = requested
         self._on_notice = on_notice
         self._most = most
         self._pool: ProcessPool | DaskPool | None = None
@@ -60,23 +60,23 @@ class Workers:
         on the CPU.
         """
         if self._pool is None:
-            if isinstance(self._asked, str):
+            if isinstance(self._requested, str):
                 from dtype_engine.evaluation.cluster import DaskPool
 
-                self._pool = DaskPool(self._asked, on_gpu=bool(gpus))
+                self._pool = DaskPool(self._requested, on_gpu=bool(gpus))
             else:
-                self._pool = ProcessPool(self._fitting(self._asked, private, gpus), gpus)
+                self._pool = ProcessPool(self._fitting(self._requested, private, gpus), gpus)
         return self._pool
 
-    def _fitting(self, asked: int, private: int, gpus: tuple[str, ...]) -> int:
+    def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
         """How many of the workers that were asked for can be started."""
-        wanted = min(asked, self._most or asked)
+        wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
-            self._on_notice(f"{plural(len(gpus), 'worker')} of the {asked} asked for: one for each GPU")
+            self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
             wanted = len(gpus)
         fit = fitting(wanted, 0 if gpus else private)
         if fit < wanted:
-            self._on_notice(f"the memory that is free holds {plural(fit, 'worker')} of the {asked} asked for")
+            self._on_notice(f"the memory that is free holds {plural(fit, 'worker')} of the {requested} asked for")
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
