@@ -31,8 +31,8 @@ class Workers:
     """Starts workers when they are first needed, and keeps them, with the model that each has open, until `close`. A context
     manager.
 
-    requested: the result of `parse_workers`. on_notice: called with a sentence where there are fewer workers than asked for. most: the
-    most pieces of work that there will be, None where that is not known.
+    requested: the result of `parse_workers`. on_notice: called with a sentence where fewer workers are started than requested. most:
+    the most pieces of work that there will be, None where that is not known.
     """
 
     def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
