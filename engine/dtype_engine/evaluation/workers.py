@@ -31,7 +31,7 @@ class Workers:
     """Starts workers when they are first needed, and keeps them, with the model that each has open, until `close`. A context
     manager.
 
-    requested: the result of `parse_workers`. on_notice: called with a sentence where fewer workers are started than requested. most:
+    requested: the result of `parse_workers`. on_notice: called with a sentence where fewer workers start than requested. most:
     the most pieces of work that there will be, None where that is not known.
     """
 
