@@ -1,4 +1,4 @@
-"""dtype-engine: cast a model's weights by pattern, run it in mixed dtypes, and measure what that did.
+"""dtype-engine: cast a model's weights by pattern, run it in mixed dtypes, and measure how that changes the output.
 
     import dtype_engine as de
     session = de.open("path/to/model")        # or a live nn.Module, with inputs={...} or (...,)
@@ -6,7 +6,7 @@
     session.drift().output.max_abs
     session.undo()
     session.export("folder")                  # a checkpoint in these dtypes
-    model = de.load_pretrained("folder")      # and back, every weight in the dtype it is stored in
+    model = de.load_pretrained("folder")      # load it with every weight in its stored dtype
 
 Importing this package does not import torch; opening a model does.
 """
@@ -53,15 +53,16 @@ def open(
     Args:
         model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the built-in demo; or a live module,
             which is put in evaluation mode and cast in place.
-        options: How to open and run it: device, inputs, run settings.
-        inputs: What to run it on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
+        options: How to open and run the model: device, inputs, run settings.
+        inputs: The inputs of one call: a dict (keyword arguments), a tuple (positional arguments) or a tensor; or a list of these,
+            one for each call.
 
     Returns:
-        A session with nothing cast.
+        A session in which nothing is cast yet.
 
     Raises:
-        NoForward: There is no architecture to load the weights into.
-        UserError: Anything else that is wrong with the model, the options or the inputs.
+        NoForward: No architecture is known for the weights.
+        UserError: The model, the options or the inputs are wrong in another way.
 
     Example:
         >>> session = de.open(options=de.Options(prompts=("one short prompt",)))
@@ -76,15 +77,15 @@ def open(
 def load_pretrained(
     folder: str | Path, *, module: nn.Module | None = None, options: Options | None = None
 ) -> nn.Module:
-    """A model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
+    """Load a model on the CPU with every weight in exactly the dtype that its checkpoint stores, mapped from the files.
 
-    `from_pretrained` brings a checkpoint of several dtypes into one. Weights stored with scales come back as values in the dtype
-    that `config.json` names, as a plain module has no place for scales; `open` keeps them as they are stored.
+    In contrast, `from_pretrained` converts all weights of a checkpoint to one dtype. Weights that are stored with scales are
+    dequantized to the dtype that `config.json` names, because a plain module has no place for scales; `open` keeps them as stored.
 
     Args:
-        folder: A checkpoint folder or file, as `Session.export` writes it.
-        module: For a checkpoint without `config.json`: the model to put the weights into, changed in place.
-        options: How to open it: `trust_remote_code`, `architecture`.
+        folder: A checkpoint folder or file, such as `Session.export` writes.
+        module: For a checkpoint without `config.json`: the model to load the weights into, which is changed in place.
+        options: How to open the checkpoint: `trust_remote_code`, `architecture`.
 
     Raises:
         UserError: The checkpoint can't be read, or does not fit the module.
@@ -104,7 +105,7 @@ def load_pretrained(
 
 
 def __getattr__(name: str) -> Any:
-    """`Session`, whose import takes torch with it."""
+    """Import `Session` on first use, because that imports torch."""
     if name == "Session":
         from dtype_engine.runtime.session.session import Session
 

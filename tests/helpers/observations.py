@@ -172,7 +172,7 @@ def not_finite(app: DtypeApp) -> events.Event:
 def many_inputs(app: DtypeApp) -> events.Event:
     few = inputs(app)
     assert isinstance(few, events.InputsReady)
-    return events.InputsReady(dataclasses.replace(few.reading, batches=few.reading.batches * 20))
+    return events.InputsReady(dataclasses.replace(few.summary, batches=few.summary.batches * 20))
 
 
 def many_causes(app: DtypeApp) -> events.Event:

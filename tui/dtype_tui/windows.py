@@ -41,7 +41,7 @@ class Windows:
             case events.WeightInspected():
                 from dtype_tui.screens.weight_values import weight_screen
 
-                self._push(weight_screen(self._experiment, event.name, event.reading))
+                self._push(weight_screen(self._experiment, event.name, event.stats))
 
     def presets(self) -> None:
         """The presets; the one chosen takes the place of all rules."""

@@ -13,7 +13,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share, tell
+from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
@@ -44,21 +44,23 @@ MISSED = 1
     "tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also let both write N tokens, greedily, and show where they part.",
+    help="Also generate N tokens greedily with reference and candidate, and show the first that differs.",
 )
 @click.option(
     "-o",
     "--save-recipe",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Keep the rules, the settings and the figures measured in this recipe file.",
+    help="Write the rules, the settings and the measured figures to this recipe file.",
 )
-@click.option("--force", is_flag=True, help="Replace a recipe file that is there.")
+@click.option("--force", is_flag=True, help="Replace an existing recipe file.")
 @click.option(
-    "--causes", "with_causes", is_flag=True, help="Also run every module as cast by itself: where drift arises."
+    "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find where the drift arises."
 )
 @click.option(
-    "--suggest", is_flag=True, help="Try rules that keep the values that the casts lose, and say the drift then."
+    "--suggest",
+    is_flag=True,
+    help="Find rules that keep the values which the casts lose, and measure the drift with them.",
 )
 @workers_option
 @threshold_options
@@ -76,9 +78,9 @@ def drift(
 ) -> int:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved.
 
-    Weights of which values became infinite or zero in their dtype are told as lost, whatever the output is.
+    Weights with values that the cast made infinite or zero are listed as lost, however small the drift is.
 
-    Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is not kept.
+    Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is missed.
     """
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
@@ -87,7 +89,7 @@ def drift(
 
         check_target(save_recipe, force)
     if request.options.reference_bytes is None and not suggest:
-        # Nothing is measured again.
+        # Nothing is measured a second time, so no outputs need to be kept.
         request = dataclasses.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
     if workers is not None and not with_causes:
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
@@ -122,59 +124,59 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What `drift` tells beside the figures of a report: the floor (None: not measured), why values are not finite, causes, a
-    remedy.
-    """
+    """What `drift` reports besides the figures of the `DriftReport`."""
 
     floor: NoiseFloor | None
+    """None where it was not measured."""
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
     meaning: Meaning
-    remedy_asked: bool
+    with_remedy: bool
+    """Whether --suggest was given; `remedy` is then None where no cast loses values."""
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
-        """As keys of the report's object."""
+        """The keys that are added to the JSON object of the report."""
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
-        keys |= {"suggest": as_json(self.remedy)} if self.remedy_asked else {}
+        keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """As lines under the report's."""
+        """The lines that follow those of the report."""
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
 
         lines = floor_lines(self.floor, report.output)
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
-        if self.remedy_asked:
+        if self.with_remedy:
             lines += remedy_lines(self.remedy)
         elif severe(report.lost):
-            lines.append("           --suggest tries rules that keep the values that the casts lose")
+            lines.append("           --suggest finds rules that keep the values which the casts lose")
         lines += [causes_text(self.causes)] if self.causes is not None else []
         return "\n".join([*lines, *verdict_lines(reached)])
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Every module run as cast by itself, here or by workers. Raises UserError."""
+    """Measure the drift of each module when it alone is cast, in this process or by workers. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work
 
-    with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, said):
+    with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, show):
         assert over is not None
-        return work.causes(session, over, said)
+        return work.causes(session, over, show)
 
 
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure the noise floor where it may decide, and what else a report calls for (values that are not finite) or the user asked
-    for.
+    """Measure what goes with a report: the noise floor where the drift may be below it, why values are not finite where some are
+    not, and a remedy for lost values where `suggest` is set.
     """
-    asked = session.options.floor
+    option = session.options.floor
     floor = None
-    if asked == "always" or (asked == "auto" and near_floor(report.output)):
+    if option == "always" or (option == "auto" and near_floor(report.output)):
         floor = session.floor(partial(say_share, "the reference against itself"))
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
@@ -182,16 +184,16 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """1 where a limit was missed, with a line on standard error for each that was."""
+    """The exit status: 1 where a limit was missed. Each missed limit is reported on standard error."""
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + verdict.name.replace("_", "-")
-        tell(f"dtype-engine: {option} is missed: {verdict}")
+        print_stderr(f"dtype-engine: {option} is missed: {verdict}")
     return MISSED if missed else 0
 
 
 def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
-    """Write the recipe in force with a measurement of it. Raises UserError."""
+    """Write the session's recipe and a measurement of it to a file. Raises UserError."""
     from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.recipe.provenance import recipe_text
     from dtype_engine.reports.versions import versions
@@ -201,7 +203,7 @@ def _save_measured(session: Session, report: DriftReport, file: Path, force: boo
 
 
 def _generation(text: Generation) -> dict[str, Any]:
-    """One generation as JSON: what was written, and the first token that differs (null when none does)."""
+    """One generation as JSON: both texts, and the index of the first token that differs (null where none does)."""
     return {
         "prompt": text.prompt,
         "reference": as_json(text.reference) | {"text": text.reference.text},
@@ -213,7 +215,7 @@ def _generation(text: Generation) -> dict[str, Any]:
 @click.command(cls=ModelCommand)
 @json_option
 def flow(request: RunRequest, as_object: bool) -> None:
-    """Every implicit cast of one forward pass: module, operation, from, to, elements."""
+    """List every implicit cast of one forward pass: module, operation, source dtype, target dtype and elements."""
     session = request.open_session()
     casts = session.flow()
     if as_object:
@@ -227,11 +229,15 @@ def flow(request: RunRequest, as_object: bool) -> None:
 
 @click.command(cls=ModelCommand)
 @click.option(
-    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
+    "--repeats",
+    type=click.IntRange(min=3),
+    default=5,
+    show_default=True,
+    help="How many passes to time after a warm-up.",
 )
 @json_option
 def speed(request: RunRequest, repeats: int, as_object: bool) -> None:
-    """Time forward passes in float32, as stored, and as cast: the median of repeats after a warm-up."""
+    """Time forward passes in float32, in the stored dtypes and in those of the recipe: the median after a warm-up."""
     session = request.open_session()
     report = session.speed(lambda what, done, total: say_share(f"timing: {what}", done, total), repeats=repeats)
     say("")

@@ -25,7 +25,7 @@ from dtype_engine.results.export import ExportReport, VerifyReport
 NO = 1
 _SHOWN = 20
 _TENSOR_BYTES = 1 << 30
-"""What a process that compares holds of one tensor and its casts."""
+"""The memory that a worker of `verify` needs for one tensor and its casts."""
 
 
 @click.command(cls=ModelCommand)
@@ -36,16 +36,18 @@ _TENSOR_BYTES = 1 << 30
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="A new folder; one that holds something is not written over without --force.",
+    help="The folder to write. One that is not empty is replaced only with --force.",
 )
-@click.option("--force", is_flag=True, help="Replace FOLDER when all is written; never the model itself.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
+@click.option(
+    "--force", is_flag=True, help="Replace FOLDER once the export is complete; the model itself is never replaced."
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="The largest size of one file of weights.")
 @json_option
 def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
-    """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed.
+    """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
-    With --quantize-activations weights it says that activations are quantised, in the formats that runtimes quantise them in. For
-    NVFP4 the inputs are run first, for the scale that it keeps for them; nothing else is run.
+    With --quantize-activations weights, the checkpoint declares that activations are quantised, for the formats whose runtimes do
+    so. The model is run only for NVFP4, which stores a scale for the activations: the calibration inputs are run once to find it.
     """
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
@@ -75,12 +77,16 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
 
 @click.command(cls=ModelCommand, rules=False)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--against", "model", required=True, metavar="MODEL", help="What it was exported from.")
-@click.option("--drift", is_flag=True, help="Also run both: the drift after loading back must be the same.")
+@click.option("--against", "model", required=True, metavar="MODEL", help="The model that was exported.")
+@click.option(
+    "--drift",
+    is_flag=True,
+    help="Also measure the drift of MODEL under the recipe and of the export: both must be the same.",
+)
 @workers_option
 @json_option
 def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
-    """Check an export: every tensor's dtype and values as its recipe makes them of MODEL, bit for bit.
+    """Check an export bit for bit: each tensor must have the dtype and the values that its recipe makes from MODEL.
 
     Exit status 1 when anything differs.
     """
@@ -89,7 +95,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     options = request.options
-    if options.device == "auto":  # the same sums on any machine
+    if options.device == "auto":  # the CPU gives the same sums on any machine
         options = dataclasses.replace(options, device="cpu")
     source = request.locate()
     if workers is None:
@@ -111,20 +117,20 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _rate(what: str) -> Callable[[int, int], None]:
-    """Says how far and how fast, ten times a second at most."""
+    """A callback that shows bytes done and bytes per second, at most ten times a second."""
     started, throttle = time.perf_counter(), Throttle(first=False)
 
-    def tell(done: int, total: int) -> None:
+    def on_bytes(done: int, total: int) -> None:
         if throttle.due(last=done == total):
             seconds = time.perf_counter() - started
             speed = human_bytes(done / seconds) if seconds > 0 else "0 B"
             say_share(what, done, total, f"{what}: {human_bytes(done)} of {human_bytes(total)}, {speed}/s")
 
-    return tell
+    return on_bytes
 
 
 def export_text(report: ExportReport) -> str:
-    """What was written, and how fast."""
+    """The lines that report an export: its rules, the bytes in each dtype, the folder and the speed."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -145,7 +151,7 @@ def export_text(report: ExportReport) -> str:
 
 
 def verify_text(report: VerifyReport, most: int) -> str:
-    """Whether all is the same, and the first `most` tensors that are not."""
+    """The lines that report a verification, with at most the first `most` tensors that differ."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -1,4 +1,4 @@
-"""`dtype-engine inspect` and `dtype-engine weights`: a model as it is stored, and what casts do to its values; nothing is run."""
+"""`dtype-engine inspect` and `dtype-engine weights`: what a checkpoint stores, and what casts do to its values. No model is run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.results.as_json import as_json
 @click.command(cls=ModelCommand, runs=False)
 @json_option
 def inspect(request: RunRequest, as_object: bool) -> None:
-    """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
+    """List modules with dtypes, parameters and bytes. Where a checkpoint has headers, nothing else of it is read."""
     source = request.locate()
     planned = request.plan(source)
     tree, plan = planned.tree, planned.plan
@@ -56,7 +56,7 @@ def inspect(request: RunRequest, as_object: bool) -> None:
 @click.command(cls=ModelCommand, runs=False)
 @json_option
 def weights(request: RunRequest, as_object: bool) -> None:
-    """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
+    """Report for each tensor what the cast does to its values: errors, overflow and underflow. No forward pass is run."""
     source = request.locate()
     from dtype_engine.checkpoint import unchanged
     from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
-force_option = click.option("--force", is_flag=True, help="Replace a file that is there.")
+force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """What a shell offers for MODEL: its own completion of paths."""
+    """Let the shell complete MODEL as a path."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
@@ -33,57 +33,64 @@ def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> li
 _MODEL = click.Argument(["model"], required=False, shell_complete=_paths)
 _RULES = (
     click.Option(
-        ["--cast", "casts"], multiple=True, metavar="PATTERN=DTYPE", help="A rule; the last that matches wins."
+        ["--cast", "casts"],
+        multiple=True,
+        metavar="PATTERN=DTYPE",
+        help="A rule; the last rule that matches a tensor decides.",
     ),
-    click.Option(["--recipe", "recipe_file"], type=_FILE, help="A recipe file; --cast rules come after its own."),
-    click.Option(["--preset"], metavar="NAME", help="Start from a preset; see `recipe presets`."),
+    click.Option(
+        ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. Rules of --cast follow those of the file."
+    ),
+    click.Option(["--preset"], metavar="NAME", help="Put the rules of this preset first; `recipe presets` lists them."),
 )
 _OPENING = (
     click.Option(
-        ["--trust-pickle"], is_flag=True, help="Load pickles that hold more than tensors; they can run any code."
+        ["--trust-pickle"], is_flag=True, help="Load pickles that hold more than tensors. They can run any code."
     ),
     click.Option(
-        ["--download"], is_flag=True, help="Fetch MODEL from the Hugging Face hub when it is not in the cache."
+        ["--download"], is_flag=True, help="Download MODEL from the Hugging Face hub when it is not in the cache."
     ),
     click.Option(
         ["--weights"],
         type=_FILE,
         metavar="FILE",
-        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
+        help="The checkpoint (.pth, .safetensors, ...) to load into a model that is made by Python code.",
     ),
-    click.Option(["--trust-remote-code"], is_flag=True, help="Run Python code that comes with the checkpoint."),
+    click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
     click.Option(
         ["--architecture"],
         metavar="NAME",
-        help="The class that the checkpoint's tensors belong to, where no config.json names it.",
+        help="The model class of the checkpoint, where no config.json names it.",
     ),
 )
 _RUNNING = (
-    click.Option(["--device"], default="auto", show_default=True, help="cpu, cuda or auto."),
-    click.Option(["--prompt", "prompts"], multiple=True, help="Calibration text; may be repeated."),
+    click.Option(["--device"], default="auto", show_default=True, help="Where to run the model: cpu, cuda or auto."),
+    click.Option(["--prompt", "prompts"], multiple=True, help="A calibration text; may be repeated."),
     click.Option(
         ["--text", "texts"],
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="A text file, or a .jsonl file with text, prompt or messages on every line, cut into sequences.",
+        help="A text file, or a .jsonl file whose lines have text, prompt or messages. It is cut into sequences.",
     ),
-    click.Option(["--chat"], is_flag=True, help="Put every prompt through the tokenizer's chat template."),
-    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Tokens a sequence, at most."),
-    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="How many sequences, at most."),
-    click.Option(["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="A picture; may be repeated."),
-    click.Option(["--audio"], multiple=True, type=_FILE, metavar="FILE", help="A sound; may be repeated."),
+    click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
+    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="The most tokens in a sequence."),
+    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="The most sequences to run."),
+    click.Option(
+        ["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="An image file; may be repeated."
+    ),
+    click.Option(["--audio"], multiple=True, type=_FILE, metavar="FILE", help="An audio file; may be repeated."),
     click.Option(
         ["--inputs", "tensors"],
         type=_FILE,
         metavar="FILE",
-        help="The forward pass's own arguments by name: .safetensors, .npz or .pt.",
+        help="A .safetensors, .npz or .pt file with tensors named as the arguments of the forward pass.",
     ),
     click.Option(
         ["--compute"],
         default="float32",
         show_default=True,
-        help="What storage-only weights compute in without an activation.",
+        help="The dtype in which storage-only weights compute where an operation has no activation.",
     ),
     click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
     click.Option(
@@ -91,14 +98,14 @@ _RUNNING = (
         type=click.Choice(["given", "model"]),
         default="given",
         show_default=True,
-        help="Floating inputs as they are, or cast to the dtype of the model's first weight.",
+        help="given: floating-point inputs keep their dtype. model: cast them to the dtype of the model's first weight.",
     ),
     click.Option(
         ["--quantize-activations"],
         type=click.Choice(["none", "weights"]),
         default="none",
         show_default=True,
-        help="weights: round the input of a matrix product in the format of its weight, as runtimes do in W8A8 and W4A4.",
+        help="weights: round the input of each matrix product to the format of its weight, as W8A8 and W4A4 runtimes do.",
     ),
 )
 
@@ -140,39 +147,40 @@ _MEASURING = (
         ["--precision"],
         type=_Precision(),
         metavar="SHARE",
-        help="End when the drift is known to this relative standard error, such as 5%; by default when all inputs were run.",
+        help="Stop when the relative standard error of the drift is this small, such as 5%. By default all inputs are run.",
     ),
     click.Option(
         ["--floor"],
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="The drift of the reference against itself. auto: where a reading is near it; in the app, while nothing else runs.",
+        help="When to measure the noise floor, the reference's drift from itself. auto: where the drift may be below it; in the "
+        "app, whenever nothing else runs.",
     ),
     click.Option(
         ["--modules"],
         type=click.Choice(["some", "exact"]),
         default="some",
         show_default=True,
-        help="Compare modules' outputs in about a quarter of the inputs, or in all of them. The main output is always compared in "
-        "all that are run.",
+        help="Compare the outputs of modules over about a quarter of the inputs (some), or over all (exact). The main output is "
+        "always compared over all inputs that are run.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],
         type=_Bytes(),
         metavar="BYTES",
-        help="Outputs to keep for the next measurement, such as 2GiB; by default a quarter of what is free, up to 2 GiB.",
+        help="How much of the outputs to keep for the next measurement, such as 2GiB. By default a quarter of the free memory, at "
+        "most 2 GiB.",
     ),
 )
 
 
 class ModelCommand(click.Command):
-    """A command about one model. Its function gets a `RunRequest` as `request`, beside the parameters of its own.
+    """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
-    rules: it takes --cast, --recipe and --preset. runs: it takes the options of a forward pass: device, inputs and settings.
-    measures: it takes those of measuring drift.
-    checks_inputs: files of inputs are on this machine, and are looked at before anything else is. MODEL is an argument, unless a
-    parameter of its own is named `model`.
+    rules: the command has --cast, --recipe and --preset. runs: it has the options of a forward pass: device, inputs and settings.
+    measures: it has the options of a drift measurement. checks_inputs: the input files are on this machine, so they are checked
+    first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(
@@ -194,10 +202,10 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Call the function. Raises UserError for options that make no request."""
-        if ctx.parent is None:  # the app's own command: it prints nothing, and draws on the terminal
+        """Make the `RunRequest` and call the command's function. Raises UserError for options that are not valid."""
+        if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
-        # A crash, such as of a mapped file that is cut short, says on standard error where it was.
+        # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.
         if not faulthandler.is_enabled():
             faulthandler.enable(2)
         with answers_alone(), exits_as_errors():

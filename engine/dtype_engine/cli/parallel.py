@@ -1,4 +1,4 @@
-"""`--workers`: the option, and what it stands for."""
+"""The option `--workers`, and the workers that it starts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def _workers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
     """A number of processes, or the address of a scheduler. Raises UserError."""
     if value is None:
-        return None  # and nothing imported: the app's first paint waits for this
+        return None  # before any import, because the app's first paint waits for this
     from dtype_engine.evaluation.workers import parse_workers
 
     return parse_workers(value)
@@ -31,8 +31,8 @@ workers_option = click.option(
     "--workers",
     callback=_workers,
     metavar="N|tcp://HOST:8786",
-    help="Work in N processes that share the checkpoint's pages, no more than memory holds, or on a Dask cluster.  "
-    "[default: in this process]",
+    help="Use N processes, or fewer if memory is short; they share the pages of the checkpoint. Or use a Dask cluster.  "
+    "[default: this process]",
 )
 
 
@@ -40,9 +40,9 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """The workers, None for this process, and how to say how many of the parts are done, and of how many.
+    """Start the workers. Gives them (None for this process) and a callback `(done, total)` that shows how many parts are done.
 
-    parts: how many pieces of work there are. private: bytes that each process holds beside the mapped checkpoint.
+    parts: how many pieces of work there are. private: bytes that each process needs besides the mapped checkpoint.
     """
     if workers is None:
         yield None, partial(_say, 1)

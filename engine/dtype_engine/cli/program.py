@@ -1,4 +1,4 @@
-"""How both programs run a command, report on it, and end: one line for an error, an exit status, progress, JSON."""
+"""How both command lines run a command: answers and JSON on standard output, progress and one-line errors on standard error."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ from typing import Any
 import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
-from dtype_engine.cli.streams import NobodyReads, answers, drop_unwritten, fill_closed, own_output
+from dtype_engine.cli.streams import ReaderGone, answers, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
 
 BAD_INPUT = 2
-CLOSED_PIPE = 128 + 13  # SIGPIPE, which Python ignores
+CLOSED_PIPE = 128 + 13  # the status of a program that SIGPIPE ends; Python ignores that signal
 TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 
 def print_json(value: Any) -> None:
-    """One object on standard output."""
+    """Print one JSON object on standard output."""
     json.dump(value, answers(), indent=2, ensure_ascii=False, allow_nan=False)
     answers().write("\n")
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """What a command was asked for, on standard output. nl: with an end of line."""
+    """Print the result of a command on standard output. nl: end it with a newline."""
     click.echo(text, answers(), nl)
 
 
-def tell(line: str) -> None:
-    """A line beside the answers, on standard error. That it can't be written there changes no answer and no status."""
+def print_stderr(line: str) -> None:
+    """Print a line on standard error. If that fails, the error is ignored: neither the answer nor the exit status depends on it."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr)
 
 
 _step = ""
-"""What `say` has last written and nobody has wiped off yet."""
+"""The progress that `say` wrote last and that is still on the screen."""
 
 
 def say(step: str) -> None:
-    """Progress for a person; nothing when standard error is not a terminal."""
+    """Show a step in place of the last one; do nothing where standard error is not a terminal."""
     global _step
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
@@ -56,47 +56,46 @@ def say(step: str) -> None:
 
 
 def _last_line(sentence: str) -> None:
-    """The line on standard error that a program ends with, in the place of its progress."""
+    """Print the last line of a program on standard error, in place of its progress."""
     if _step:
         say("")
-    tell(sentence)
+    print_stderr(sentence)
 
 
 def note(sentences: Iterable[str]) -> None:
-    """What a user should know beside the result, a sentence each, on standard error."""
+    """Print each sentence as a note on standard error: what the user should know besides the result."""
     for sentence in sentences:
-        tell(f"dtype-engine: note: {sentence}")
+        print_stderr(f"dtype-engine: note: {sentence}")
 
 
 _BAR = 20
 _pace = JobPace()
 
 
-def say_share(what: str, done: int, total: int, said: str = "", job: str = "") -> None:
-    """How much of a job is done: `said` (by default `what`), a bar, and the time left as soon as that can be guessed.
+def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
+    """Show the progress of a job: `text` (by default `what`), a bar, and an estimate of the time left once there is one.
 
-    job: where `what` is one of its parts, and `done` and `total` are of all of them. A total of 0: how much there is is not known.
+    job: the name of the whole job where `what` is only a part of it; `done` and `total` then count the whole job. A total of 0
+    means that the amount of work is not known.
     """
     if not total:
-        say(said or what)
+        say(text or what)
         return
     share = min(1.0, max(0.0, done / total))
     _pace.follow(job or what, share)
     left = _pace.seconds_left
     filled = round(_BAR * share)
-    shown = f"{said or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"
+    shown = f"{text or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"
     say(shown + (f" {time_left(left)} left" if left is not None else ""))
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """How much of a measurement is done, and in which of its passes it is."""
+    """Show how much of a measurement is done, and which pass is running."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input, 128 and its number for
-    a signal, without a word for SIGPIPE.
-    """
+    """Run a click command. Returns its exit status: 2, after one line on standard error, for bad input; 128 + n for signal n."""
     fill_closed()
     try:
         with own_output():
@@ -116,17 +115,17 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
         _last_line(f"{program}: {' '.join(text.split())}")
         return BAD_INPUT
     except (KeyboardInterrupt, click.Abort) as error:
-        return _told_interrupted(program, error)
-    except NobodyReads:
+        return _report_interrupted(program, error)
+    except ReaderGone:
         return CLOSED_PIPE
     except Exception as error:
-        # One that strikes while a lock is taken makes the lock fail on the way out.
+        # An interrupt while a lock is being acquired makes the release of the lock fail, and that error hides the interrupt.
         interrupt = next((link for link in _chain(error) if isinstance(link, KeyboardInterrupt)), None)
-        return told_unexpected(program, error) if interrupt is None else _told_interrupted(program, interrupt)
+        return report_unexpected(program, error) if interrupt is None else _report_interrupted(program, interrupt)
 
 
-def _told_interrupted(program: str, error: BaseException) -> int:
-    """Say in one line which signal it was; the exit status."""
+def _report_interrupted(program: str, error: BaseException) -> int:
+    """Print one line that names the signal, and return the exit status."""
     number = ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")
@@ -134,17 +133,17 @@ def _told_interrupted(program: str, error: BaseException) -> int:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came of."""
+    """An error, then its cause, then the cause of that, and so on."""
     link: BaseException | None = error
     while link is not None:
         yield link
         link = link.__cause__ or link.__context__
 
 
-def told_unexpected(program: str, error: BaseException) -> int:
-    """Say in one line that something happened which has no sentence of its own; the exit status.
+def report_unexpected(program: str, error: BaseException) -> int:
+    """Print one line for an error that the program has no message for, and return the exit status.
 
-    With DTYPE_TUI_TRACEBACK set, where it happened comes before that line.
+    With DTYPE_TUI_TRACEBACK set, the traceback comes before that line.
     """
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
@@ -153,7 +152,7 @@ def told_unexpected(program: str, error: BaseException) -> int:
 
 
 def unexpected(error: BaseException) -> str:
-    """An error that nobody thought of, in one line."""
+    """One line for an error that the program has no message for."""
     if isinstance(error, MemoryError):
         return "there is not enough memory for this"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -1,4 +1,4 @@
-"""`dtype-engine recipe`: presets, and recipes in the words of other tools."""
+"""`dtype-engine recipe`: list presets, and write recipes in the formats of other tools."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import answer, print_json, tell
+from dtype_engine.cli.program import answer, print_json, print_stderr
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -26,26 +26,28 @@ DIFFERS = 1
 _SHOWN = 4
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
-model_option = click.option("--model", help="The model to write it for; the one that the recipe names by default.")
+model_option = click.option(
+    "--model", help="The model that the recipe is for. By default the one that the recipe file names."
+)
 target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
 
 @click.group()
 def recipe() -> None:
-    """Presets, and recipes in the words of other tools."""
+    """List presets, and write recipes in the formats of other tools."""
 
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
-@click.option("--to", "target", required=True, type=target_names, help="The tool to write for.")
+@click.option("--to", "target", required=True, type=target_names, help="The tool to write the recipe for.")
 @model_option
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write it to this file, not to standard output.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of standard output.")
 @force_option
 @json_option
 def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
-    """Write a recipe for another tool: exact for this model, whatever that tool's patterns prefer.
+    """Write a recipe in the format of another tool, with patterns that give every tensor of this model its planned dtype there.
 
-    What the tool can't express goes to standard error, or into 'left_out' with --json.
+    Tensors that the tool can't express are listed on standard error, or under 'left_out' with --json.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
 
@@ -72,7 +74,7 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
     if output is None:
         answer(written.text, nl=False)
     for line in _left_out_lines(written):
-        tell(f"dtype-engine: {line}")
+        print_stderr(f"dtype-engine: {line}")
 
 
 def _left_out_lines(written: Conversion) -> list[str]:
@@ -93,14 +95,14 @@ def _left_out_lines(written: Conversion) -> list[str]:
     "target",
     required=True,
     type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
-    help="The tool whose matcher to try, or the runtime that is to load an export.",
+    help="The tool whose pattern matcher to try, or the runtime that would load an export.",
 )
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """What a recipe's patterns, as they stand, would take in another tool; for vllm and sglang, what these would do with an export.
+    """Show which tensors the recipe's unchanged patterns match in another tool; for vllm and sglang, how they would load an export.
 
-    Exit status 1 when that differs, or something is refused, changed or slow there.
+    Exit status 1 when the matches differ, or when a runtime would refuse or change a weight, or run it slowly.
     """
     from dtype_engine.recipe.lint import lint as read_as
 
@@ -162,7 +164,7 @@ def _rule_lines(rule: RuleComparison) -> list[str]:
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @json_option
 def presets(request: RunRequest, as_object: bool) -> None:
-    """What presets there are, and the bytes that each would leave of this model."""
+    """List the presets, and the size of this model under each."""
     from dtype_engine.recipe.presets import preset_effects
 
     context = _context(request)
@@ -197,7 +199,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:
-    """The plan of a recipe file for the model asked for, else the one that the file names."""
+    """The plan of a recipe file for the model of the request, or else for the model that the file names."""
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
@@ -211,7 +213,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
+    """The plan of a recipe for a model. Raises UserError for a rule that matches nothing."""
     from dtype_engine.runtime.model.describe import describe
 
     source = request.locate(python_only_by)

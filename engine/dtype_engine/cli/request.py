@@ -1,4 +1,4 @@
-"""What a command line asks about one model, as plain data: made once by `ModelCommand`, then only read."""
+"""What a command line asks about one model, as plain data. `ModelCommand` makes it once, and nothing changes it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dtype_engine.cli.program import say_share, tell
+from dtype_engine.cli.program import print_stderr, say_share
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
@@ -32,38 +32,40 @@ _SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model without its weights, and the plan of a recipe for it. `checkpoint`: the headers, None of a Python source."""
+    """A model without its weights, and the plan of a recipe for it."""
 
     checkpoint: Checkpoint | None
+    """The headers of the files; None where Python code makes the model."""
     tree: Tree
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """MODEL, the rules for it, and how to open and run it.
-
-    model: as it was typed. recipe: the rules of the recipe file, then those of --cast. preset: its rules go before them, and
-    can't be known before the tree is (see `with_preset`). options: with the settings of the recipe file where the command line
-    says nothing else. made_for: the model that the recipe file names. explicit: the parameters that the user gave, by name.
-    """
+    """MODEL, the rules for it, and how to open and run it."""
 
     model: str | None
+    """As the user typed it."""
     options: Options
+    """The settings of the recipe file are among them, except those that the command line gives."""
     recipe: Recipe = field(default_factory=Recipe)
+    """The rules of the recipe file, then those of --cast."""
     preset: str | None = None
+    """Its rules depend on the tree, so `with_preset` puts them before those of `recipe` later."""
     recipe_file: Path | None = None
     made_for: str | None = None
+    """The model that the recipe file names."""
     explicit: frozenset[str] = frozenset()
+    """The names of the parameters that the user gave."""
 
     @classmethod
     def of(
         cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool, checks_inputs: bool = True
     ) -> RunRequest:
-        """The request of a command line's values by parameter name; `runs`: those of a forward pass are among them.
-        checks_inputs: their files are on this machine.
+        """Make the request from a command line's values, by parameter name.
 
-        Raises UserError for a rule, a preset, a recipe file or an input file that is none.
+        runs: the options of a forward pass are among the values. checks_inputs: the input files are on this machine.
+        Raises UserError for a rule, a preset, a recipe file or an input file that is not valid.
         """
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
@@ -81,14 +83,14 @@ class RunRequest:
         if checks_inputs and runs:
             check_files(options)
         if settings is not None and runs:
-            said = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}
-            options = dataclasses.replace(options, settings=dataclasses.replace(settings, **said))
+            given = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}
+            options = dataclasses.replace(options, settings=dataclasses.replace(settings, **given))
         return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """What MODEL means (one that a file names, with `python_only_by`; see `checkpoint.source.locate`).
+        """Find the model that MODEL names. python_only_by: as in `checkpoint.source.locate`, where a file names MODEL.
 
-        Raises UserError, also for an option that does not go with such a model.
+        Raises UserError, also for an option that does not apply to such a model.
         """
         from dtype_engine.checkpoint.source import locate
 
@@ -97,9 +99,9 @@ class RunRequest:
         source.refuse_other_options(options)
         return source
 
-    @gc_paused(freeze=True)  # looking through all that is imported takes 0.4 s of 2.7
+    @gc_paused(freeze=True)  # garbage collections over everything that is imported take 0.4 s of 2.7 s
     def open_session(self, source: Source | None = None) -> Session:
-        """A session with the rules in force. Raises UserError, also for a rule that takes nothing."""
+        """Open a session and cast the model by the rules. Raises UserError, also for a rule that matches nothing."""
         source = source or self.locate()
         refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.session.opening import open_session
@@ -109,17 +111,17 @@ class RunRequest:
         title = session.model.title
         if self.made_for is not None and self.made_for != title:
             made_for = printable(self.made_for)
-            tell(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}")
+            print_stderr(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}")
         recipe = self.with_preset(session.tree)
         require_matches(session.tree, recipe)
         session.apply(recipe, on_progress=lambda done, total: say_share(f"casting {total:,} tensors", done, total))
         return session
 
     def plan(self, source: Source) -> Planned:
-        """The plan of the rules, the preset's among them, without loading a weight.
+        """Plan the rules, those of the preset included, without loading weights.
 
-        Headers alone are enough where there are no rules. Rules go by the classes, ties and names of the architecture, whose
-        import takes seconds. Raises UserError, also for a rule that takes nothing or whose module classes are not known.
+        Without rules the headers are enough. Rules need the architecture (its classes, ties and names), whose import takes seconds.
+        Raises UserError, also for a rule that matches nothing or whose module classes are not known.
         """
         checkpoint = source.open()
         if checkpoint is not None and not self.recipe.rules and not self.preset and not self.options.architecture:
@@ -130,7 +132,7 @@ class RunRequest:
         return Planned(checkpoint, tree, require_matches(tree, self.with_preset(tree)))
 
     def with_preset(self, tree: Tree) -> Recipe:
-        """The recipe, after the rules that the preset has for a tree. Raises UserError."""
+        """The rules of the preset for a tree, followed by those of `recipe`. Raises UserError."""
         if self.preset is None:
             return self.recipe
         from dtype_engine.recipe.presets import preset
@@ -139,7 +141,7 @@ class RunRequest:
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """The fields of `Options` that are among a command line's values. Raises UserError for a dtype that is none."""
+    """Make `Options` of a command line's values. Raises UserError for a dtype that is unknown or not allowed."""
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))

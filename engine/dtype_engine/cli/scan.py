@@ -12,7 +12,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share, tell
+from dtype_engine.cli.program import answer, note, print_json, print_stderr, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.input_args import check_files
@@ -33,31 +33,35 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def scan_options(function: Function) -> Function:
-    """Add the options of `_scanned` to a command's function."""
+    """A decorator that adds the options of a scan to a command's function."""
     for option in (
         workers_option,
         click.option(
             "--save",
             type=click.Path(path_type=Path),
-            help="Keep the scan in this file as it goes, and go on from it.",
+            help="Save the scan to this file after each part. If the file exists, resume the scan from it.",
         ),
-        click.option("--exact", is_flag=True, help="Measure each weight in each dtype alone, one pass each."),
+        click.option(
+            "--exact",
+            is_flag=True,
+            help="Measure each weight in each dtype by its own pass, with all else as in the reference.",
+        ),
         click.option(
             "--draws",
             type=click.IntRange(min=1),
-            help="Backward passes a sequence.  [default: 24 over all, at least 4]",
+            help="Backward passes for each sequence.  [default: 24 over all sequences, at least 4 each]",
         ),
         click.option(
             "--dtypes",
             "dtype_names",
             metavar="DTYPE,...",
-            help="What to cast to.  [default: bf16,fp16,fp8,fp8e5,int8]",
+            help="The dtypes to try.  [default: bf16,fp16,fp8,fp8e5,int8]",
         ),
         click.option(
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="In place of --dtypes: those that a runtime loads side by side; a search keeps to what it takes.",
+            help="Try the formats that this runtime can mix in one model, instead of --dtypes. A search then obeys its limits.",
         ),
     ):
         function = option(function)
@@ -65,7 +69,7 @@ def scan_options(function: Function) -> Function:
 
 
 class _ScanCommand(ModelCommand):
-    """`scan MODEL`, and `scan merge FILES`; a folder of that name is `./merge`."""
+    """Parses `scan MODEL` and `scan merge FILES`. A model folder named `merge` has to be written as `./merge`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -80,13 +84,14 @@ class _ScanCommand(ModelCommand):
 @click.option(
     "--shard",
     metavar="3/16",
-    help="Only the third of sixteen shares, into the file of --save; `slurm` takes it from a Slurm job array.",
+    help="Run only this share of the scan, here the third of sixteen, into the file of --save. `slurm` reads the share from a "
+    "Slurm job array.",
 )
 @json_option
 def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
-    """How much every weight matters in every dtype, in the time of a few forward passes.
+    """Estimate how much each weight matters in each dtype, in the time of a few forward passes.
 
-    `dtype-engine scan merge FILES -o scan.json` makes one scan of the files of all shards.
+    `dtype-engine scan merge FILES -o scan.json` combines the files of all shards into one scan.
     """
     if shard is not None:
         _scan_shard(request, Shard.parse(shard, os.environ), as_object, how)
@@ -103,43 +108,47 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 
 
 @click.command(cls=ModelCommand, rules=False)
-@click.option("--budget", metavar="SIZE", help="The most bytes there may be: 12GiB, 500MB, or 45% of those stored.")
+@click.option(
+    "--budget", metavar="SIZE", help="The largest size of the weights: 12GiB, 500MB, or 45% of the stored size."
+)
 @click.option(
     "--max-predicted",
     type=float,
     metavar="DRIFT",
-    help="The most predicted drift there may be, in the unit of the scan.",
+    help="The largest predicted drift, in the unit of the scan.",
 )
-@click.option("--keep", multiple=True, metavar="PATTERN", help="Stays as stored; may be repeated.")
+@click.option(
+    "--keep", multiple=True, metavar="PATTERN", help="Keep what this pattern matches as stored; may be repeated."
+)
 @click.option(
     "--group",
     "groups",
     multiple=True,
     metavar="PATTERN",
-    help="One dtype for what it takes in one parent, as '*.{q,k,v}_proj'; may be repeated.",
+    help="Give all matches under the same parent one dtype, such as '*.{q,k,v}_proj'; may be repeated.",
 )
 @click.option(
     "--only",
     multiple=True,
     metavar="PATTERN=DTYPE,...",
-    help="The dtypes allowed for what a pattern takes; may be repeated, the last that matches decides.",
+    help="Allow only these dtypes for what the pattern matches; may be repeated, and the last pattern that matches decides.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
 @force_option
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure what was found.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the recipe that was found.")
 @click.option(
     "--verify",
     "candidates",
     type=click.IntRange(min=2),
     metavar="K",
-    help="Measure the K best around the limit on --held-out text, and take the best by that.",
+    help="Measure the K recipes nearest to the limit on the --held-out text, and choose the best of them.",
 )
 @click.option(
     "--held-out",
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Text that the scan does not see, for --verify; may be repeated.",
+    help="Text for --verify that the scan does not use; may be repeated.",
 )
 @scan_options
 @json_option
@@ -158,7 +167,7 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """The best recipe for a budget, by a scan; predicted drift beside measured."""
+    """Find the best recipe for a size or a drift by a scan, and report its predicted and its measured drift."""
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 
@@ -184,12 +193,12 @@ def search(
         else:
             scanned = session.scanned
             session.use_inputs(held_out_options)
-            session.scanned = scanned  # the scan of the others is what the search goes by
+            session.scanned = scanned  # the search uses the scan of the first inputs
             report = _verified(request, session, how["workers"], candidates, (most, max_predicted), constraints)
     except OutOfReach as error:
         if as_object:
             print_json({"model": session.model.title, "met": False, "reason": str(error)})
-        tell(f"dtype-engine: {error}")
+        print_stderr(f"dtype-engine: {error}")
         return NO
     if output is not None:
         from dtype_engine.recipe.file import write_recipe
@@ -212,7 +221,10 @@ def search(
 @click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file of the whole scan.")
 @force_option
 def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
-    """One scan of the files of all shards, for `scan --save` and `search --save`: the same as of a scan in one piece."""
+    """Combine the files of all shards into the file of one scan, for `scan --save` and `search --save`.
+
+    The result is the same as that of a scan without shards.
+    """
     from dtype_engine.core.atomic_write import check_target
     from dtype_engine.runtime.scan import saved
     from dtype_engine.runtime.scan.merge import merge as merged
@@ -224,7 +236,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
-    """Run one share of a scan into its file."""
+    """Run one share of a scan, and write it to the file of --save."""
     save = how["save"]
     if save is None:
         raise UserError("--shard needs --save FILE, another file for every shard")
@@ -250,24 +262,24 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """A session, scanned (or a share of the scan, into its file)."""
+    """Open a session and run its scan, or only one share of it. Returns both."""
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")
-    asked = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
+    given = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
     source = request.locate()
     session = request.open_session(source)
     from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES
 
-    names = tuple(asked or DEFAULT_DTYPES)
+    names = tuple(given or DEFAULT_DTYPES)
     task = session.scan_task(names, draws, exact, save)
     if shard is not None:
         task.shard = shard
     if workers is not None and (parts := len(task.pending())):
         from dtype_engine.evaluation import work
 
-        with over_workers(workers, session, source, parts, task.private_bytes) as (over, said):
+        with over_workers(workers, session, source, parts, task.private_bytes) as (over, show):
             assert over is not None
-            work.scan(session, task, over, lambda what, done, total: said(done, parts))
+            work.scan(session, task, over, lambda what, done, total: show(done, parts))
     elif task.pending() or shard is None:
         session.scan(names, draws, exact, save, _progress)
     say("")
@@ -282,13 +294,13 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """The best of some recipes around a limit, as measured on the session's inputs. Raises UserError, OutOfReach."""
+    """Measure the `count` recipes nearest to a limit on the session's inputs; report the best. Raises UserError, OutOfReach."""
     from dtype_engine.evaluation import verified
 
     found = verified.candidates(session, *limit, constraints, count)
     source = request.locate()
-    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, said):
-        return verified.best(session, found, limit[1], constraints, over, lambda done: said(done, len(found)))
+    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, show):
+        return verified.best(session, found, limit[1], constraints, over, lambda done: show(done, len(found)))
 
 
 def _progress(what: str, done: int, total: int | None) -> None:

@@ -1,7 +1,7 @@
-"""How a command ends when it is told to: as ctrl+c ends it, so that what was begun is removed, with an exit status of its own.
+"""How a signal ends a command: SIGTERM and SIGHUP raise an exception, as ctrl+c does, so that unfinished files are removed.
 
-The status is 128 and the number of the signal, which is also what a shell gives for a program that the signal itself has ended: 130
-for ctrl+c, 143 for a plain kill, 129 for a hang-up, at whatever moment it comes.
+The exit status is 128 plus the number of the signal, as a shell reports it for a program that a signal ended: 130 for ctrl+c, 143
+for SIGTERM, 129 for SIGHUP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import FrameType
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """The system or another program told this one to end; `number` is the signal's."""
+    """A signal asked this program to end; `number` is the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -22,14 +22,14 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 def ended_by(error: BaseException) -> int:
-    """The number of the signal that an interruption came from; click has one of its own, raised from ours."""
+    """The number of the signal behind an interruption, which may be click's own exception raised from `EndedBySignal`."""
     cause = error if isinstance(error, EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, EndedBySignal) else signal.SIGINT
 
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """Within the block a hang-up or a plain kill raises `EndedBySignal`. A signal that is ignored, as under nohup, stays so."""
+    """Within the block SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup, stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return

@@ -1,4 +1,4 @@
-"""`dtype-engine stdio`: the far end of an app that runs elsewhere."""
+"""`dtype-engine stdio`: the engine of an app that runs on another machine."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dtype_engine.core.text import printable
 
 
 class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """A number of seconds, minutes or hours: 90s, 10m, 2h."""
+    """A time in seconds, minutes or hours, such as 90s, 10m or 2h."""
 
     name = "duration"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """In seconds."""
+        """The time in seconds."""
         found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
         if found is None:
-            self.fail(f"{printable(value, 40)!r} is no time: write 90s, 10m or 2h", param, ctx)
+            self.fail(f"{printable(value, 40)!r} is not a time: write 90s, 10m or 2h", param, ctx)
         return int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
 
 
@@ -31,25 +31,25 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
 
 
 @click.command(context_settings={"max_content_width": 100})
-@click.option("--compressed", is_flag=True, help="Compress what the app is told.")
+@click.option("--compressed", is_flag=True, help="Compress the messages to the app.")
 @click.option(
     "--linger",
     type=_Duration(),
     metavar="TIME",
-    help="Outlive the connection: finish what runs, then wait so long for the app to come back, as 90s, 10m or 2h.",
+    help="Keep running when the connection is cut: finish the work, then wait this long for the app to reconnect; 90s, 10m or 2h.",
 )
 @click.option(
     "--session",
     callback=_checked_session,
     metavar="TOKEN",
-    help="With --linger: what it is found by again, and no other.",
+    help="With --linger: a unique token with which the app finds this engine again.",
 )
 def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
-    """Be the engine of a dtype-tui that runs elsewhere, on standard input and output.
+    """Serve a dtype-tui that runs on another machine, through standard input and output.
 
-    Nobody types this: `dtype-tui ssh://HOST/PATH` runs it on HOST through ssh, and `dtype-tui --engine-command 'docker exec -i BOX
-    dtype-engine stdio'` runs it wherever that leads. With `--linger 10m --session {session}` in that command, dtype-tui puts a
-    token of its own there, and a connection that is cut loses nothing. Both ends must be of one version.
+    Programs start this command: `dtype-tui ssh://HOST/PATH` runs it on HOST through ssh, and `dtype-tui --engine-command 'docker
+    exec -i BOX dtype-engine stdio'` runs it in a container. With `--linger 10m --session {session}` in that command, dtype-tui
+    replaces {session} with a token, and nothing is lost when the connection is cut. Both machines must have the same version.
     """
     if (linger is None) is not (session is None):
         raise UserError("--linger and --session go together")

@@ -1,4 +1,4 @@
-"""Standard streams: answers alone go to standard output, whatever a model's code prints; where they can't, that is said."""
+"""Standard streams: only answers go to standard output, whatever a model's code prints. A failure to write one is an error."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""By their file descriptors."""
+"""The streams and their modes; the index is the file descriptor."""
 _answers: list[TextIO] = []
-"""Where the answers of the commands under way go; nothing where that is `sys.stdout`."""
+"""The streams for the answers of the running commands, the innermost last; empty where `sys.stdout` is used."""
 
 
-class NobodyReads(Exception):
-    """Whoever read standard output has closed it: the program is to end without a word, as SIGPIPE would end it."""
+class ReaderGone(Exception):
+    """The reader of standard output has closed it. The program must end without a message, as SIGPIPE would end it."""
 
 
 class _StandardOutput(io.FileIO):
-    """A second file descriptor of standard output, whose errors are no OSErrors: those of a model's own files can't be told apart
-    from them, and click would end the program at one. After an error it takes all and writes nothing: Python writes what is
-    left in the buffer as it ends.
+    """A copy of standard output whose write errors are not OSErrors: an OSError could also come from a model's own files, and click
+    would end the program for one. After an error it discards everything, since Python flushes the buffer once more at exit.
     """
 
     def __init__(self) -> None:
@@ -33,7 +32,7 @@ class _StandardOutput(io.FileIO):
         self._failed = False
 
     def write(self, data: Any, /) -> int:
-        """data: anything with bytes. Raises NobodyReads, UserError."""
+        """Write a bytes-like object. Raises ReaderGone where the reader is gone, and UserError for any other error."""
         if self._failed:
             return memoryview(data).nbytes
         try:
@@ -41,13 +40,13 @@ class _StandardOutput(io.FileIO):
         except OSError as error:
             self._failed = True
             if isinstance(error, BrokenPipeError):
-                raise NobodyReads from None
+                raise ReaderGone from None
             raise UserError(f"standard output can't be written: {error.strerror}") from None
 
 
 def fill_closed() -> None:
-    """Put a stream that takes all and gives nothing in the place of each that was closed when Python began. There is code that
-    expects one, torch's in C as well; and the next file that is opened would get the number of that stream.
+    """Replace each standard stream that was closed when Python started with /dev/null. Python and C code (torch's too) expects the
+    streams to exist, and otherwise the next file that is opened would get the descriptor of the stream.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
@@ -64,7 +63,7 @@ def fill_closed() -> None:
 
 
 def drop_unwritten() -> None:
-    """Before the end: what standard error does not take goes nowhere. Python would try once more, and end with a status of 120."""
+    """Discard what standard error can't write. Otherwise Python would try once more at exit, fail, and exit with status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -75,8 +74,8 @@ def drop_unwritten() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """Within the block `sys.stdout` writes wherever file descriptor 1 leads now, and raises NobodyReads or UserError where it
-    can't. Flush it before the end, which says no errors. A `sys.stdout` that a caller has put there is left.
+    """Within the block `sys.stdout` is a copy of the current standard output that raises ReaderGone or UserError where a write
+    fails. Flush it before the block ends, because errors are ignored there. A `sys.stdout` that a caller replaced is left alone.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
@@ -91,16 +90,17 @@ def own_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout = before
-        with contextlib.suppress(NobodyReads, UserError, OSError):
+        with contextlib.suppress(ReaderGone, UserError, OSError):
             ours.close()
 
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """Within the block `answer` writes to standard output, and everything else that does, as a model's code, to standard error.
+    """Within the block only `answer` writes to standard output. Other output, such as that of a model's code, goes to standard
+    error.
 
-    What is in C writes to the file descriptor, at times from a buffer when the process ends, and so do the processes that are
-    started: under `own_output` the descriptor stays standard error's for good.
+    C code and child processes write to file descriptor 1 itself, some of them only when the process ends. Under `own_output` that
+    descriptor therefore leads to standard error until the end of the process.
     """
     before = sys.stdout
     if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):
@@ -115,5 +115,5 @@ def answers_alone() -> Iterator[None]:
 
 
 def answers() -> TextIO:
-    """Where answers go."""
+    """The stream that answers are written to."""
     return _answers[-1] if _answers else sys.stdout

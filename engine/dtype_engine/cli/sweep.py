@@ -26,9 +26,9 @@ def _unit(output: OutputDrift) -> str:
 @workers_option
 @json_option
 def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | None, as_object: bool) -> None:
-    """Measure many recipe files on one model: bytes and drift in one table, and those that no other beats.
+    """Measure many recipe files on one model: one table of their bytes and drift, with the best recipes marked.
 
-    Each is measured with the settings of its file, or those of the command line.
+    A recipe is measured with the settings of its file; one without settings, with those of the command line.
     """
     from dtype_engine.evaluation.work import drifts
     from dtype_engine.recipe import require_matches
@@ -49,9 +49,9 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
     settings = request.options.settings
     wanted = [(file.recipe, file.settings or settings) for file in files]
     measured = []
-    with over_workers(workers, session, source, len(wanted), session.tree.stored_bytes) as (over, said):
+    with over_workers(workers, session, source, len(wanted), session.tree.stored_bytes) as (over, show):
         for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
-            said(done, len(wanted))
+            show(done, len(wanted))
             measured.append((str(recipes[index]), report.rules, sizes[index], scalar_drift(report.output), report))
     say("")
     last = measured[-1][4]

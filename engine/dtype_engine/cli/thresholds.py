@@ -1,4 +1,4 @@
-"""The limits that a drift has to keep, as options of both programs."""
+"""The limits on the drift, as options of both command lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _share(context: click.Context, parameter: click.Parameter, text: str | None)
         return None
     share = share / 100 if text.strip().endswith("%") else share
     if not 0 <= share <= 1:
-        raise click.BadParameter(f"{text!r} is no share of positions: write 0.99 or 99%")
+        raise click.BadParameter(f"{text!r} is not a share of positions: write 0.99 or 99%")
     return share
 
 
@@ -31,24 +31,36 @@ def _number(context: click.Context, parameter: click.Parameter, text: str | None
     except ValueError:
         number = math.nan
     if math.isnan(number):
-        raise click.BadParameter(f"{text!r} is no number")
+        raise click.BadParameter(f"{text!r} is not a number")
     return number
 
 
 _OPTIONS = (
-    click.option("--max-kl", metavar="NATS", callback=_number, help="Limit: mean KL divergence, nats per position."),
-    click.option("--min-sqnr", metavar="DB", callback=_number, help="Limit: SQNR of the main output, dB."),
-    click.option("--min-top1", metavar="SHARE", callback=_share, help="Limit: top-1 agreement, 0.99 or 99%."),
+    click.option(
+        "--max-kl",
+        metavar="NATS",
+        callback=_number,
+        help="Fail when the mean KL divergence, in nats per position, is larger.",
+    ),
+    click.option(
+        "--min-sqnr", metavar="DB", callback=_number, help="Fail when the SQNR of the main output, in dB, is lower."
+    ),
+    click.option(
+        "--min-top1",
+        metavar="SHARE",
+        callback=_share,
+        help="Fail when the top-1 agreement is lower, such as 0.99 or 99%.",
+    ),
 )
 
 
 def threshold_options(command: Function) -> Function:
-    """Add the options of `thresholds_from` to a command's function."""
+    """A decorator that adds the options of `thresholds_from` to a command's function."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def thresholds_from(values: Mapping[str, float | None]) -> Thresholds:
-    """The limits among a command's values by parameter name."""
+    """The limits among the values of a command, which are given by parameter name."""
     return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"])

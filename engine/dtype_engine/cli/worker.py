@@ -1,4 +1,4 @@
-"""`dtype-engine worker`: how to start workers of a cluster."""
+"""`dtype-engine worker`: shows how to start the workers of a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtype_engine.cli.program import answer
 @click.command
 @click.argument("address", default="tcp://HOST:8786")
 def worker(address: str) -> None:
-    """Print the lines that start workers for --workers tcp://HOST:8786."""
+    """Print the shell commands that start workers for --workers tcp://HOST:8786."""
     from dtype_engine.evaluation.cluster import worker_lines
 
     answer(worker_lines(address))

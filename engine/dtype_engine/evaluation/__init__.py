@@ -1,1 +1,1 @@
-"""What is to be evaluated as plain data, and who evaluates it: this process, others on this machine, a cluster."""
+"""Evaluations as plain data, which this process, other processes of this machine, or a cluster can run."""

@@ -1,4 +1,4 @@
-"""A Dask cluster that somebody else runs: workers anywhere, each with the model open."""
+"""Runs evaluations on a Dask cluster that the user has started. Each worker opens the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""Evaluations for each worker that the scheduler has: what it gives to workers that come later, too."""
+"""Evaluations that are submitted per worker. There are several, so that workers that join later also get some."""
 
 
 class DaskPool:
     """The workers of a scheduler at `tcp://HOST:PORT`, through `Client.get_executor()`. A context manager.
 
-    on_gpu: only those that offer a GPU (`--resources GPU=1`). Raises UserError where `distributed` is not installed, nothing
-    answers there, or it has no such workers.
+    on_gpu: use only workers that offer a GPU (`--resources GPU=1`). Raises UserError where `distributed` is not installed, no
+    scheduler answers, or it has no such workers.
     """
 
     def __init__(self, address: str, on_gpu: bool = False) -> None:
@@ -30,13 +30,13 @@ class DaskPool:
             from distributed import Client
         except ImportError:
             raise UserError("--workers tcp://... needs Dask: pip install 'dtype-tui[cluster]'") from None
-        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what happens is said in a sentence
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # errors are reported by UserError instead
         self.address = address
         try:
             self._client: Any = Client(address, timeout=_CONNECT_S, set_as_default=False)
         except (OSError, ValueError) as error:
             raise UserError(f"no Dask scheduler answers at {address}: {one_line(error)}") from None
-        found = self._client.scheduler_info(n_workers=-1)["workers"].values()  # without -1 some versions tell of five
+        found = self._client.scheduler_info(n_workers=-1)["workers"].values()  # without -1 some versions list only five
         self.workers = sum(1 for worker in found if not on_gpu or worker.get("resources", {}).get("GPU"))
         wanted: dict[str, Any] = {"resources": {"GPU": 1}} if on_gpu else {}
         self._executor: Executor = self._client.get_executor(pure=False, **wanted)
@@ -51,13 +51,13 @@ class DaskPool:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        with contextlib.suppress(Exception):  # a scheduler that is gone can't be taken leave of
+        with contextlib.suppress(Exception):  # closing fails where the scheduler is gone
             self._client.close(timeout=1)
 
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`. The work of a lost worker is done again by Dask; what runs as it is cancelled runs to its end."""
+        """As `Pool.results`. Dask repeats the work of a lost worker. An evaluation that runs can't be cancelled."""
         from distributed.scheduler import KilledWorker
 
         try:
@@ -66,14 +66,14 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _gone(self) -> None:
-        """Futures are cancelled, by nobody here, when the scheduler ends."""
+        """Raise UserError: futures are cancelled when the scheduler ends."""
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )
 
 
 def worker_lines(address: str) -> str:
-    """What to type to start workers, on any machine that has the same files under the same paths."""
+    """The shell commands that start workers, on any machine that has the same files under the same paths."""
     worker = f"dask worker {address} --nworkers 1 --nthreads 1 --no-dashboard"
     return "\n".join(
         [

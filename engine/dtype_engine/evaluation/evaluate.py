@@ -1,4 +1,4 @@
-"""Evaluates plain data in whatever process it is called in: the model is opened once in a process and kept."""
+"""Runs an evaluation in the process that calls it. The model is opened once in each process and kept."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import OpenExport
 
-_lock = threading.Lock()  # a cluster's worker may have several threads, and there is one live model
+_lock = threading.Lock()  # a cluster's worker may have several threads, but a process has only one live model
 
 
 @dataclass
 class _ThisProcess:
-    """What is open in this process, from one evaluation to the next."""
+    """What this process keeps open between evaluations."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The causes that were last looked for, with the outputs of the reference, while the model is still cast for them."""
+    """The last search for causes, with the outputs of the reference, as long as the model is still cast for it."""
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Before another model is opened: two may not fit."""
+        """Release everything, because memory may not hold a second model."""
         self.model = self.attribution = self.export = None
 
 
@@ -58,14 +58,14 @@ _process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
-    """Stop the evaluations of this process where `cancelled()` is true."""
+    """Stop the evaluations of this process as soon as `cancelled()` returns true."""
     _process.cancelled = cancelled
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Open the model, if it is not open, and evaluate.
+    """Open the model, if it is not open yet, and run the evaluation.
 
-    Raises UserError, also where the model or its inputs are not those that were asked about, and Cancelled.
+    Raises UserError, also where the files here are another model or other inputs than those of the evaluation, and Cancelled.
     """
     with _lock:
         opened, task = evaluation.opened, evaluation.task
@@ -87,7 +87,7 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Evaluate a task in an open session. Its recipe in force may be another afterwards. Raises UserError, Cancelled."""
+    """Run a task in an open session, which may change the session's recipe. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):
@@ -111,9 +111,9 @@ def perform(
 def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> PartDrift:
     from dtype_engine.runtime.measure.attribution import Attribution, Part
 
-    kept, _process.attribution = _process.attribution, None  # put back when it is whole
+    kept, _process.attribution = _process.attribution, None  # stored again once the measurement has succeeded
     if kept is None or kept[0] is not session or kept[1:3] != (task.recipe, task.settings):
-        kept = None  # its outputs go before others come
+        kept = None  # frees its outputs before new ones are made
         session.use_recipe(task.recipe, cancelled=cancelled)
         assert session.inputs is not None
         kept = session, task.recipe, task.settings, Attribution(session.model, session.inputs, task.settings)
@@ -139,16 +139,16 @@ def _opened(wanted: Opened) -> Session:
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.runtime.session.opening import open_session
 
-        here = _here()
+        worker = _this_worker()
         try:
             source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
             session = open_session(source, wanted.options)
         except UserError as error:
-            raise UserError(f"{here} can't open the model: {error}") from None
+            raise UserError(f"{worker} can't open the model: {error}") from None
         for what, found in zip(("weights", "inputs"), describe(session), strict=True):
             if found != getattr(wanted, what):
                 raise UserError(
-                    f"{here} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
+                    f"{worker} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
                 )
         _process.model = wanted, session
     return _process.model[1]
@@ -165,13 +165,13 @@ def _opened_export(wanted: Exported) -> OpenExport:
             source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
             export = open_export(wanted.folder, source, wanted.options)
         except UserError as error:
-            raise UserError(f"{_here()} can't open the export: {error}") from None
+            raise UserError(f"{_this_worker()} can't open the export: {error}") from None
         if fingerprint(export.contents, wanted.folder) != wanted.contents:
-            raise UserError(f"{_here()} has another export or another source: give every worker the same files")
+            raise UserError(f"{_this_worker()} has another export or another source: give every worker the same files")
         use_threads(wanted.options.threads)
         _process.export = wanted, export
     return _process.export[1]
 
 
-def _here() -> str:
+def _this_worker() -> str:
     return f"process {os.getpid()} on {platform.node()}"

@@ -1,4 +1,4 @@
-"""Evaluations over an executor: work that was lost is done again, in whatever order it comes back."""
+"""Runs evaluations on an executor. Results come in any order, and the work of a process that ends is done again."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""Times in a row that workers may end without having done anything."""
+"""How many times in a row the workers may end without a result."""
 _PROCESS_BYTES = 700 << 20
-"""What a process takes beside the model: Python, torch and transformers, and the outputs of small modules."""
+"""The memory of a process besides the model: Python, torch and transformers, and the outputs of small modules."""
 
 
 class Pool(Protocol):
-    """Who evaluates."""
+    """Something that runs evaluations on its workers."""
 
     workers: int
 
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Each evaluation's index and what came of it, as they come. Raises UserError, Cancelled."""
+        """Run the evaluations, and yield the index and the result of each as soon as it is done. Raises UserError, Cancelled."""
 
 
 class ProcessPool:
-    """Processes of this machine that each open the model, mapped, so that they share its pages. A context manager.
+    """Processes of this machine that each open the model from the mapped files, so that they share its pages. A context manager.
 
-    gpus: those of which each process is to have one, as `CUDA_VISIBLE_DEVICES` names them.
+    gpus: names of GPUs as in `CUDA_VISIBLE_DEVICES`; each process uses one of them.
     """
 
     def __init__(self, workers: int, gpus: tuple[str, ...] = ()) -> None:
@@ -70,12 +70,12 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`. The work of a process that is killed is done again."""
+        """As `Pool.results`. If a process is killed, its work is done again."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
         except BaseException:
-            self._stop.set()  # what runs stops at its next module call
+            self._stop.set()  # each evaluation stops at its next module call
             raise
 
     def _started(self) -> Executor:
@@ -92,9 +92,9 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """How processes are started. Never by a fork of this one: torch's threads would not survive it. On Linux a server is forked
-    that has imported torch and computed nothing: the import takes seconds, and its pages are shared. The one thread there is
-    numpy's OpenBLAS's, which ends it before a fork and starts another after it.
+    """How processes are started. This process is never forked, because torch's threads would not survive that. On Linux a server
+    process imports torch, computes nothing, and is forked: that saves the seconds of the import and shares its pages. The server
+    has one thread, which belongs to numpy's OpenBLAS; OpenBLAS ends it before a fork and starts another after it.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -110,8 +110,9 @@ def results(
     cancelled: IsCancelled,
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
-    """Submit to the executor of `started()`, and give what comes back. Where that ends, `broken()` is called and what was not done
-    is submitted to a new one. ahead: so many are submitted at a time; whoever pauses or stops waits for these alone.
+    """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, `broken()` is
+    called and the unfinished evaluations are submitted to a new one. ahead: how many are submitted at a time; a pause or a stop has
+    to wait for these.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -144,7 +145,7 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait for one at least: the futures that are done, the ones with a result first."""
+    """Wait until a future is done, and yield all that are done, those with a result first."""
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -154,28 +155,26 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """How many of `workers` processes have the memory: each takes `private` bytes beside the checkpoint, which they share."""
+    """How many of `workers` processes fit in memory. Each needs `private` bytes besides the checkpoint, which they share."""
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The GPUs that this process sees, of which CUDA counts `count`, as `CUDA_VISIBLE_DEVICES` names them: by number or by UUID."""
+    """The names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), or numbers."""
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let this process, the `index`-th of its pool from 0, see one GPU alone. It must not have begun CUDA. Without GPUs all stays
-    as it is.
-    """
+    """Make one GPU visible to this process, the `index`-th of its pool. CUDA must not be initialized. No GPUs: change nothing."""
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """In a new process: take the next GPU, leave interrupts to the process that started it, and end when that does. started: how
-    many of the pool did so before.
+    """Prepare a new worker process: it takes the next GPU, ignores interrupts, and ends when the process that started it ends.
+    started: how many processes of the pool have started before.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

@@ -1,6 +1,6 @@
-"""An evaluation as plain data: which model, on which inputs, and what of it. It can be sent anywhere.
+"""An evaluation as plain data: a model, its inputs, and a task. It can be sent to another process.
 
-Everything here is frozen and made of texts, numbers and paths, so it can be pickled, compared and kept.
+Everything here is frozen and consists of strings, numbers and paths, so it can be pickled, compared and stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 _ARITHMETIC = ("dtype_engine", "torch", "platform")
-"""Of `versions`: what may make another last digit of a figure."""
+"""The keys of `versions` on which the last digits of a figure may depend."""
 _SAID = {"dtype_engine": "dtype-tui"}
 
 if TYPE_CHECKING:
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model and its inputs, as whoever evaluates has to open them.
-
-    model: as `locate` takes it, a path absolute; None for the demo. weights, inputs: fingerprints of what was opened here.
-    """
+    """A model and its inputs, for a worker to open."""
 
     model: str | None
+    """An argument of `locate`, with an absolute path; None for the demo."""
     options: Options
     weights: str
+    """The fingerprint of the weights, which must be the same on the worker."""
     inputs: str
+    """The fingerprint of the inputs, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An export and the checkpoint it was made of, as whoever compares them has to open them.
-
-    model: as in `Opened`. folder: of the export, absolute. contents: fingerprint of what is compared with what.
-    """
+    """An export and the checkpoint that it was made from, for a worker to compare."""
 
     model: str | None
+    """The checkpoint, as in `Opened`."""
     options: Options
     folder: Path
+    """The absolute path of the export."""
     contents: str
+    """The fingerprint of the tensors that are compared, which must be the same on the worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
-    """One sequence of a scan in some dtypes, with so many backward passes."""
+    """Task: scan one sequence in some dtypes, with `draws` backward passes."""
 
     dtypes: tuple[str, ...]
     draws: int
@@ -64,7 +64,7 @@ class ScanSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExactScore:
-    """One weight in one dtype, measured with everything else as in the reference; `dtypes` are those of the scan."""
+    """Task: measure one weight in one dtype, with everything else as in the reference. `dtypes` are those of the whole scan."""
 
     dtypes: tuple[str, ...]
     weight: str
@@ -73,7 +73,7 @@ class ExactScore:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDrift:
-    """The drift of a recipe."""
+    """Task: measure the drift of a recipe."""
 
     recipe: Recipe
     settings: RunSettings
@@ -81,7 +81,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """One part of the model as a recipe casts it, everything else as the reference: its share of the causes of the drift."""
+    """Task: measure the drift when only one part of the model is cast by a recipe, with everything else as in the reference."""
 
     recipe: Recipe
     settings: RunSettings
@@ -91,18 +91,18 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """What is wrong with some tensors of an export, by their indexes in its contents; None for nothing."""
+    """Task: compare some tensors of an export, given by their indexes in its contents. The result is a problem or None for each."""
 
     indexes: tuple[int, ...]
 
 
 Task = ScanSequence | ExactScore | RecipeDrift | PartAlone
-"""What can be asked about an open model."""
+"""The tasks that run in an open model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is to be evaluated: a task in an open model, or tensors of an export."""
+    """A task, and the model or the export that it needs."""
 
     opened: Opened | Exported
     task: Task | CompareTensors
@@ -110,28 +110,31 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """What came of it: where (host and process), with which versions, and in how many seconds it was made."""
+    """The result of an evaluation."""
 
     value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
+    """The machine that ran it."""
     process: int
+    """The id of the process that ran it."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
+    """The `versions` of that process."""
 
 
 def other_versions(result: Evaluated) -> str:
-    """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`, where what does the arithmetic is another than here; "" where not."""
-    here = versions()
+    """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`: which versions that affect figures differ; "" where none do."""
+    own = versions()
     others = [
-        f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {here[name]})"
+        f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
         for name in _ARITHMETIC
-        if result.versions.get(name) != here[name]
+        if result.versions.get(name) != own[name]
     ]
     return f"process {result.process} on {printable(result.host, 100)} has {' and '.join(others)}" if others else ""
 
 
 def model_text(source: Source) -> str | None:
-    """MODEL so that it means the same in any folder: paths absolute, anything else as it was asked for."""
+    """MODEL in a form that means the same in any working directory: a path becomes absolute, anything else stays as given."""
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":
@@ -140,7 +143,7 @@ def model_text(source: Source) -> str | None:
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Options that mean the same in any folder, with so many threads, for one of several workers."""
+    """Options for a worker: paths are absolute, so that they mean the same in any working directory, and `threads` is set."""
     paths = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
     return dataclasses.replace(options, **paths | {"threads": threads, "workers": None})
 

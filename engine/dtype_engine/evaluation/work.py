@@ -1,4 +1,4 @@
-"""Scans and recipes in the parts that a pool evaluates."""
+"""Splits scans, recipes, causes and verifications into evaluations for a pool."""
 
 from __future__ import annotations
 
@@ -42,30 +42,31 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.verify.verify import CompareItems
 
 _PIECE, _MOST = 64 << 20, 256
-"""Bytes and tensors of an export that are compared at a time."""
+"""The most bytes and the most tensors of an export that one evaluation compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Who evaluates, and what they have to open. on_notice: told once of each other version of what does the arithmetic."""
+    """A pool, and the model that its workers have to open."""
 
     pool: Pool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
+    """Called once for each worker process whose versions of the program, torch or the platform differ from those here."""
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`, of tasks in the model."""
-        said: set[str] = set()
+        """As `Pool.results`, for tasks in this model."""
+        noted: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)
-            if other and other not in said:
-                said.add(other)
+            if other and other not in noted:
+                noted.add(other)
                 self.on_notice(f"{other}: figures may differ from those of one process in their last digits")
             yield index, result
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """What others have to open to have what this session has, each with so many threads. Raises UserError."""
+    """The model and inputs of a session, for workers to open with `threads` threads each. Raises UserError."""
     weights, inputs = describe(session)
     return Opened(model_text(source), portable(session.options, threads), weights, inputs)
 
@@ -78,8 +79,8 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run what is pending of a session's scan over a pool: the result is that of `task.run`, to the last bit, for the same number
-    of threads. `on_progress("scan", done, total)` counts its parts. Raises as `task.run`; what is done is kept in it.
+    """Run the pending parts of a session's scan on a pool. The result is that of `task.run`, to the last bit, for the same number
+    of threads. `on_progress("scan", done, total)` counts the parts. Raises as `task.run`; finished parts are kept in `task`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
@@ -109,8 +110,8 @@ def drifts(
     over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
-    """The drift of every recipe under its settings, with its index, as they come: over a pool, or one after the other in this
-    session, whose recipe in force is another afterwards. Raises as `Session.drift`.
+    """Measure recipes, each under its settings, and yield the index and the drift of each as soon as it is done. They run on a
+    pool, or one after another in this session, whose recipe changes then. Raises as `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -130,7 +131,7 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """`Session.causes` with the parts of the model run over a pool: the same, to the last bit, for the same number of threads."""
+    """`Session.causes` on a pool: the result is the same, to the last bit, for the same number of threads."""
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
@@ -148,16 +149,16 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """What `verify` compares tensors by, over a pool, some dozen MiB at a time."""
+    """The function with which `verify` compares tensors on a pool, at most 64 MiB in one evaluation."""
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
-        here = portable(options, threads)
-        exported = Exported(model_text(source), here, folder.absolute(), fingerprint(contents, folder))
+        worker_options = portable(options, threads)
+        exported = Exported(model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder))
         tasks = [CompareTensors(indexes) for indexes in _pieces([item.nbytes for item in contents.items])]
         for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
             if other := other_versions(result):
-                raise UserError(f"{other}: bits are only compared by the same")
+                raise UserError(f"{other}: a bitwise comparison needs equal versions")
             assert isinstance(result.value, tuple)
             yield tasks[index].indexes, result.value
 
@@ -165,7 +166,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Indexes in their order, in pieces of up to `_PIECE` bytes and `_MOST` indexes."""
+    """The indexes of `sizes` in order, in groups of at most `_PIECE` bytes and `_MOST` indexes."""
     piece: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

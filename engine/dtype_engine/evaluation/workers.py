@@ -1,4 +1,4 @@
-"""The workers that a user asked for, as a number of processes or as the address of a scheduler."""
+"""The workers that the user wants: a number of processes, or the workers of a scheduler."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def parse_workers(text: str) -> int | str:
-    """A number of processes, or `tcp://HOST:PORT`. Raises UserError."""
+    """Parse a number of processes, or an address `tcp://HOST:PORT`. Raises UserError."""
     if text.startswith(("tcp://", "tls://")):
         return text
     if not re.fullmatch("[0-9]{1,4}", text) or not int(text):
@@ -28,14 +28,15 @@ def parse_workers(text: str) -> int | str:
 
 
 class Workers:
-    """They are started when they are first needed, and kept until `close`, each with the model that it has open. A context manager.
+    """Starts workers when they are first needed, and keeps them, with the model that each has open, until `close`. A context
+    manager.
 
-    asked: see `parse_workers`. most: how many pieces of work there will be at most, None where nobody knows. on_notice: told where
-    there are fewer than were asked for.
+    requested: the result of `parse_workers`. on_notice: called with a sentence where fewer workers start than requested. most:
+    the most pieces of work that there will be, None where that is not known.
     """
 
-    def __init__(self, asked: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
-        self._asked = asked
+    def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
+        self._requested = requested
         self._on_notice = on_notice
         self._most = most
         self._pool: ProcessPool | DaskPool | None = None
@@ -47,44 +48,46 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End the processes of this machine; a cluster goes on without this."""
+        """End the processes of this machine, or disconnect from the cluster."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.__exit__()
 
     def pool(self, private: int, gpus: tuple[str, ...] = ()) -> ProcessPool | DaskPool:
-        """Who evaluates. private: bytes that each process will hold beside the mapped checkpoint. gpus: those that the model runs
-        on, one for each process; none on the CPU. Raises UserError.
+        """The pool, which is started if needed. Raises UserError.
+
+        private: bytes that each process needs besides the mapped checkpoint. gpus: the GPUs to run on, one for each process; empty
+        on the CPU.
         """
         if self._pool is None:
-            if isinstance(self._asked, str):
+            if isinstance(self._requested, str):
                 from dtype_engine.evaluation.cluster import DaskPool
 
-                self._pool = DaskPool(self._asked, on_gpu=bool(gpus))
+                self._pool = DaskPool(self._requested, on_gpu=bool(gpus))
             else:
-                self._pool = ProcessPool(self._fitting(self._asked, private, gpus), gpus)
+                self._pool = ProcessPool(self._fitting(self._requested, private, gpus), gpus)
         return self._pool
 
-    def _fitting(self, asked: int, private: int, gpus: tuple[str, ...]) -> int:
-        """How many of the workers asked for there will be."""
-        wanted = min(asked, self._most or asked)
+    def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
+        """How many of the workers that were asked for can be started."""
+        wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
-            self._on_notice(f"{plural(len(gpus), 'worker')} of the {asked} asked for: one for each GPU")
+            self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
             wanted = len(gpus)
         fit = fitting(wanted, 0 if gpus else private)
         if fit < wanted:
-            self._on_notice(f"the memory that is free holds {plural(fit, 'worker')} of the {asked} asked for")
+            self._on_notice(f"the memory that is free holds {plural(fit, 'worker')} of the {requested} asked for")
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """How many threads each has, where this process has `threads` (None: torch's own number) to share. Raises UserError."""
+        """How many threads each worker gets of the `threads` (None: torch's default) that they share. Raises UserError."""
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """Who evaluates what a session has open. Raises UserError."""
+        """The pool, with the model and inputs of a session to open. Raises UserError."""
         from dtype_engine.runtime.session.opening import gpu_count
 
         on_gpu = session.model.device.type == "cuda"

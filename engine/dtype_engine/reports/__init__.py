@@ -1,1 +1,1 @@
-"""Results as text, and reports to keep: one file, HTML or Markdown, with all that is known of a recipe on a model."""
+"""Results as text for a terminal, and reports: one HTML or Markdown file with everything that is known of a recipe on a model."""

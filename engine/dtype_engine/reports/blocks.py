@@ -1,4 +1,4 @@
-"""What a report is made of: sections of sentences, tables and charts, before they are HTML or Markdown."""
+"""The parts of a report, independent of its format: sections with sentences, tables and charts."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 class Identifier(str):
-    """A name of the model's, or a pattern: set apart from words, and never taken for anything but text."""
+    """A name in the model, or a pattern. It is formatted as code, and never interpreted as markup."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. Columns from `numbers` on are set to the right; -1 for none."""
+    """Rows of text. The columns from index `numbers` on are right-aligned; -1 for none."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -22,15 +22,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class StackedBars:
-    """Bars of the same scale, one below the other, each of pieces (name, size); `unit` says what a size is, in words."""
+    """Bars on one scale, one below the other."""
 
     title: str
     bars: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...]
+    """For each bar its label and its pieces. A piece is a name, a size, and the text that shows both."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """A value for each of many names, in their order; None where there is none. Larger is better."""
+    """One value for each name, in order; None where there is no value. A larger value is better."""
 
     title: str
     points: tuple[tuple[str, float | None], ...]
@@ -39,7 +40,7 @@ class BarChart:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading and what is under it."""
+    """A heading and the blocks under it."""
 
     title: str
     blocks: tuple[str | Table | StackedBars | BarChart, ...]
@@ -47,7 +48,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole: what it is of, a sentence that says the most important, and the sections."""
+    """A whole report: a title, a summary in one sentence, and sections."""
 
     title: str
     summary: str

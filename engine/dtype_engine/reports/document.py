@@ -1,4 +1,4 @@
-"""What goes into a report, from the plan and one measurement of it."""
+"""Builds a report from a plan and one measurement of it."""
 
 from __future__ import annotations
 
@@ -47,8 +47,10 @@ def build_report(
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
 ) -> Report:
-    """The report of a plan. `drift` must be of this plan's recipe; where there is none, `no_drift` says why, and `lost` are the
-    weights whose cast loses values, None where nobody looked.
+    """The report of a plan.
+
+    drift: a measurement of the plan's recipe. no_drift: why there is no measurement. lost: without a measurement, the weights whose
+    cast loses values, or None where that was not counted.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -78,18 +80,18 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
         if drift.output.top1_agreement is not None:
             words += f", same top token at {100 * drift.output.top1_agreement:.2f} % of positions"
     if lost := headline(losses or ()):
-        words += f"; {lost} when they were cast"
+        words += f"; {lost} in the casts"
     return words + "."
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """The weights that lose values, where a rule casts any."""
+    """The section about weights that lose values, if any rule casts weights."""
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
-        return [Section(_LOST, ("Not looked for: the values were not read.",))]
+        return [Section(_LOST, ("Not known: the values were not read.",))]
     if not losses:
-        return [Section(_LOST, ("None: no value became infinite, and none but by rounding became zero.",))]
+        return [Section(_LOST, ("None: no value became infinite, and only rounding made values zero.",))]
     ordered = [*severe(losses), *(loss for loss in losses if loss.is_rounding)]
     rows = tuple(
         (
@@ -105,7 +107,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Every rule of a plan, what it takes, and how many tensors it decides."""
+    """The section with every rule of a plan, how many tensors it matches, and for how many it decides."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -116,7 +118,7 @@ def rules_section(tree: Tree, plan: Plan) -> Section:
         )
         for effect in plan.effects(tree)
     )  # fmt: skip
-    head = ("", "pattern", "dtype", "takes", "decides", "stored", "in this dtype")
+    head = ("", "pattern", "dtype", "matches", "decides", "stored", "in this dtype")
     return Section("Rules", ("The last rule that matches a tensor decides.", Table(head, rows, 3)))
 
 
@@ -173,7 +175,7 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """The figures of one measurement, or why there is none."""
+    """The section with the figures of one measurement, or with the reason why there is none."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
@@ -187,7 +189,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         (
             "non-finite",
             f"{output.nonfinite:,} of {output.elements:,}",
-            "values that are finite in the reference and not here",
+            "values that are finite in the reference but not here",
         ),
     ]
     if output.kl_mean is not None:
@@ -211,7 +213,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """The model from the root down, as deep as some forty rows reach."""
+    """The section with the modules of the model, from the root down to the level that fits in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _outline(tree):
@@ -231,7 +233,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """The tree from the root down, numbered modules of one class in one line, as deep as the lines last."""
+    """The lines of the outline: the tree from the root down, as many levels as fit. Numbered modules of one class share a line."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -243,7 +245,7 @@ def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """The modules below a line of the outline, as lines."""
+    """The lines of the outline one level below a line."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):
@@ -270,7 +272,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     ordered = {module.name: readings[module.name] for module in tree.walk() if module.name in readings}
     leaves = [
         reading
-        for name, reading in (ordered | readings).items()  # those that the tree does not know last
+        for name, reading in (ordered | readings).items()  # modules that the tree does not have come last
         if name not in tree.modules or not tree.modules[name].children
     ]
     worst = worst_modules(leaves)[:_WORST]
@@ -290,7 +292,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
 
 
 def worst_table(worst: Iterable[ModuleDrift]) -> Table:
-    """The figures of some modules, a row each."""
+    """A table with one row of figures for each module."""
     rows = tuple((Identifier(printable(reading.name, 200)), *_figures(reading)) for reading in worst)
     return Table(("the worst", *_FIGURES), rows, 1)
 

@@ -1,4 +1,4 @@
-"""A report as one HTML file: nothing is fetched, nothing runs, and every text in it is escaped."""
+"""A report as one HTML file that downloads nothing, runs no scripts, and escapes all of its texts."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
 
 
 def as_html(report: Report) -> str:
-    """The whole document, by `page.html.jinja`. A policy in it forbids scripts and every fetch, whatever came into it."""
+    """The whole document, made from `page.html.jinja`. Its content security policy forbids scripts and downloads."""
     return _page("page.html.jinja").render(report=report)
 
 
 def as_fragment(report: Report) -> str:
-    """The title, the summary and the sections alone, for a notebook's cell."""
+    """Only the title, the summary and the sections, for a cell of a notebook."""
     return f"<div>{_page('body.html.jinja').render(report=report)}</div>"
 
 
 @cache
 def _page(name: str) -> Template:
-    import jinja2  # only who writes a report waits for it
+    import jinja2  # imported here, because only HTML reports need it
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Texts that the template did not make itself, before they are escaped as HTML."""
+        """Make a text printable, unless the template itself has made it. Jinja escapes it as HTML afterwards."""
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 
     environment = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""A report as a file: which format its name asks for, and the text of it."""
+"""Renders a report in the format that the name of its file asks for."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 
 
 def check_name(path: Path) -> None:
-    """Raises UserError where the name does not say what format the report is to have."""
+    """Raise UserError where the ending of a file's name is not that of a format for reports."""
     if path.suffix.lower() not in FORMATS:
-        raise UserError(f"can't tell what {path} is to be: name a report .html or .md")
+        raise UserError(f"can't tell the format of {path}: name a report .html or .md")
 
 
 def render(report: Report, path: Path) -> str:
-    """The text of a report for a file of this name. Raises UserError as `check_name` does."""
+    """The text of a report, in the format of the file's name. Raises UserError as `check_name` does."""
     check_name(path)
     return FORMATS[path.suffix.lower()](report)

@@ -1,4 +1,4 @@
-"""Charts as SVG, to stand inside a page. What colour says, a text beside it says too."""
+"""Charts as SVG, to be embedded in a page. Everything that a colour shows is also written as text."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dtype_engine.reports.blocks import BarChart, StackedBars
 
 _WIDTH = 900
 _COLOURS = ("#4477aa", "#ee8866", "#44aa77", "#aa4488", "#bbaa33", "#888888")
-"""Told apart by people who see fewer colours, too (after Paul Tol)."""
+"""Colours that people with colour blindness can distinguish (after Paul Tol)."""
 
 
 def stacked_bars_svg(chart: StackedBars) -> str:
-    """Bars of pieces on one scale, their pieces named below each."""
+    """A chart of stacked bars on one scale, with the names of the pieces below each bar."""
     largest = max((sum(size for _, size, _ in pieces) for _, pieces in chart.bars), default=0.0)
     if not largest:
         return ""
@@ -40,7 +40,7 @@ def stacked_bars_svg(chart: StackedBars) -> str:
 
 
 def bar_chart_svg(chart: BarChart) -> str:
-    """A column for every name, in order; the three lowest are marked and named."""
+    """A chart with one column for each name, in order. The three lowest values are marked and named."""
     values = [value for _, value in chart.points if value is not None]
     if not values:
         return ""

@@ -1,4 +1,4 @@
-"""Reports for a terminal, in plain columns."""
+"""Results as text for a terminal, in plain columns."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """How many parameters; `-` where all are counted elsewhere, and a mark where packed weights do not tell theirs."""
+    """The number of parameters: `-` where all are tied to others, `> 1.2 M` or `unknown` where packed weights hide their number."""
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
     return "-" if totals.tied and not totals.nbytes else human_count(totals.parameters)
 
 
 def mix_text(totals: Totals) -> str:
-    """`bf16 83 % · f32 17 %`, shares of the bytes, or the one dtype."""
+    """`bf16 83 % · f32 17 %`: the share of each dtype in the bytes, or only the name where there is one dtype."""
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
@@ -83,7 +83,7 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Both continuations, the first token that differs between brackets."""
+    """Both continuations of a prompt, with the first token that differs in brackets."""
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -98,21 +98,21 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """Where two texts part, in a sentence."""
+    """A sentence that says where two texts start to differ."""
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
     return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"
 
 
 def _one_line(text: str) -> str:
-    """Made safe for a terminal, ends of lines shown as ⏎."""
+    """The text in one line that is safe for a terminal, with ⏎ for each newline."""
     return printable(text.replace("\n", "⏎"), 10_000)
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """One line a tensor that changes, those that lose most last."""
+    """One line for each tensor that the casts change, in order of decreasing SQNR."""
     if not errors:
-        return "no tensor changes: give a cast that takes some, such as --cast '*=float16'"
+        return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
     rows: list[tuple[str, ...]] = [head]
     for error in sorted(errors, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
@@ -131,7 +131,7 @@ def weights_text(errors: Sequence[WeightError]) -> str:
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
-    """One line on the tensors that no cast was tried on."""
+    """One line about the tensors on which no cast was tried."""
     if not skipped:
         return ""
     first = skipped[0]
@@ -139,7 +139,7 @@ def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
 
 
 def speed_text(report: SpeedReport) -> str:
-    """Times side by side, each against the reference."""
+    """The times of all variants, each compared with the reference."""
     lines = [
         f"model      {report.model} on {report.device}, {report.threads} threads",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
@@ -151,7 +151,7 @@ def speed_text(report: SpeedReport) -> str:
 
 
 def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
-    """The median with its range, tokens a second, and how it stands to the first row."""
+    """The median with its range, the tokens per second, and how fast the row is compared with the first row."""
     cells = [
         f"{seconds_text(row.seconds)} ({seconds_text(row.fastest)} to {seconds_text(row.slowest)}, {row.repeats} passes)"
     ]
@@ -170,8 +170,8 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 
 def drift_text(report: DriftReport) -> str:
-    """The figures of one measurement, the worst modules last."""
-    from dtype_engine.results.drift import worst_modules  # not for the first paint
+    """The figures of one measurement, and the modules with the lowest SQNR."""
+    from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
     output, memory = report.output, report.memory
     lines = [
@@ -227,7 +227,7 @@ def drift_text(report: DriftReport) -> str:
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
-    """Implicit casts as a table, those to float64 first."""
+    """A table of implicit casts, in the order of `casts`."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]

@@ -1,4 +1,4 @@
-"""Values that casts lose, in sentences."""
+"""Sentences about the values that casts lose."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 HELP = (
     "Values lost: finite values that become infinite in the dtype they are cast to, and others that become zero. Each tensor "
-    "that loses values is told by its name, except where that is no more than rounding: fewer than 1 in 100 of its values "
-    "became zero (in int8, where all under half a step do, fewer than half), and no whole output channel did."
+    "that loses values is listed by name, except where the loss is only rounding: fewer than 1 in 100 of its values became "
+    "zero (in int8, where all values under half a step do, fewer than half), and no whole output channel did."
 )
 
 
 def loss_sentence(loss: ValueLoss) -> str:
-    """`conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
+    """A sentence about one tensor: `conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
     return f"{printable(loss.tensor, 200)}: {loss_words(loss)}"
 
 
 def loss_words(loss: ValueLoss) -> str:
-    """`64 of 128 values became infinite in float16`."""
+    """What the cast of one tensor lost: `64 of 128 values became infinite in float16`."""
     parts = []
     if loss.overflowed:
         parts.append(f"{_of(loss.overflowed, loss)} became infinite")
@@ -51,7 +51,7 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """`64 values became infinite and 12 zero, in 2 tensors`; "" where nothing is lost but by rounding."""
+    """The sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" where rounding is the only loss."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -66,7 +66,7 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """A sentence for each tensor that loses more than rounding takes, `most` of them; then one for the others."""
+    """A sentence for each of the first `most` tensors that lose more than by rounding, then one sentence for the rounding."""
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
@@ -80,19 +80,19 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """A sentence for each tensor that loses more than rounding takes, `most` of them, and how many more there are."""
+    """A sentence for each of the first `most` tensors that lose more than by rounding, and the number of further ones."""
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
-    """Lines of a report for a terminal; none where nothing is lost."""
+    """The lines about losses in a report for a terminal; empty where nothing is lost."""
     return [f"{'lost' if not index else '':<10} {line}" for index, line in enumerate(loss_sentences(losses))]
 
 
 def loss_notice(losses: Sequence[ValueLoss]) -> str:
-    """One line for standard error or a notice; "" where nothing is lost but by rounding."""
+    """One line about the losses for standard error or a notice; "" where rounding is the only loss."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -101,15 +101,15 @@ def loss_notice(losses: Sequence[ValueLoss]) -> str:
 
 
 def remedy_lines(remedy: LossRemedy | None) -> list[str]:
-    """What keeps the values, and the drift without and with it."""
+    """Lines with the rules that keep the values, and the drift without and with them."""
     if remedy is None:
-        return ["suggest    nothing: no cast loses values, but for rounding"]
+        return ["suggest    nothing: no cast loses values, except by rounding"]
     casts = " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in remedy.rules)
     return [f"suggest    {casts}", f"           {remedy_words(remedy)}"]
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """`tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
+    """The effect of a remedy: `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -1,4 +1,4 @@
-"""A sweep for a terminal: a table, and its points in a plot of characters."""
+"""A sweep as text for a terminal: a table, and a plot made of characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """One line a recipe, the smallest first, `*` at those that none beats; then drift over bytes."""
+    """One line for each recipe, the smallest first, with `*` where no other recipe is better; then a plot of drift over bytes."""
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",
@@ -34,14 +34,14 @@ def sweep_text(report: SweepReport) -> str:
 
 
 def _plot(rows: Sequence[SweepRow]) -> list[str]:
-    """Drift (logarithmic, upwards) over planned bytes; nothing where fewer than two have a drift to show."""
+    """A plot of drift (upwards, logarithmic) over planned bytes; empty where fewer than two recipes have a finite drift above 0."""
     shown = [row for row in rows if 0 < row.drift < math.inf]
     if len(shown) < 2:
         return []
     across = [row.planned_bytes for row in shown]
     up = [math.log10(row.drift) for row in shown]
     cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
-    # Those that are best last: they are seen where two fall together.
+    # The best recipes are drawn last, so that they stay visible where two fall on one cell.
     for row in sorted(shown, key=lambda row: row.best):
         column = _place(row.planned_bytes, min(across), max(across), _WIDTH)
         line = _place(math.log10(row.drift), min(up), max(up), _HEIGHT)

@@ -1,4 +1,4 @@
-"""Plain columns for a terminal or a pipe: no lines, no colours, no trailing spaces."""
+"""Tables of plain text for a terminal or a pipe, without lines, colours or trailing spaces."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "") -> list[str]:
-    """One line a row, two spaces between columns as wide as their widest cell; `right`: indices of those set to the right."""
+    """One line for each row. A column is as wide as its widest cell, with two spaces between columns. right: the indices of the
+    columns that are right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         indent

@@ -1,4 +1,4 @@
-"""What a measurement was made with."""
+"""The versions of everything that the figures of a measurement may depend on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dtype_engine.core.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """Versions of the program, of the libraries that do the arithmetic, of Python and of the system. Imports none of them.
+    """The versions of the program, of the libraries that do the arithmetic, of Python and of the system. No library is imported.
 
-    A library that has been imported, as for every measurement, says its own version: torch's names the build
-    (`2.13.0+cpu`), and two builds may differ in the last digits of a figure. The installed package of the same build may
-    say `2.13.0` alone; that is taken only when the library has not been imported.
+    If a library has been imported, as for every measurement, its own `__version__` is used: torch's includes the build
+    (`2.13.0+cpu`), and two builds may differ in the last digits of a figure. Otherwise the version of the installed package is
+    used, which may lack the build.
     """
     named = {"dtype_engine": __version__}
     for name in ("torch", "transformers"):

@@ -1,1 +1,1 @@
-"""What was measured, as plain frozen data."""
+"""The results of measurements, as plain frozen data."""

@@ -1,4 +1,4 @@
-"""Results as `--json` prints them: a field is a key."""
+"""Converts results to the objects that `--json` prints, in which each field is a key."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """Dataclasses as dictionaries and figures that JSON has no word for (infinity, NaN) as null."""
+    """Convert dataclasses to dictionaries, and figures that JSON can't express (infinity, NaN) to None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

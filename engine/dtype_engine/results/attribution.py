@@ -1,6 +1,4 @@
-"""What is told about a drift beside its figures: its floor, its causes, and where values stop being finite. Never imports
-torch.
-"""
+"""Results that explain a drift: the noise floor, the causes, where values stop being finite, and remedies for lost values."""
 
 from __future__ import annotations
 
@@ -10,24 +8,26 @@ from typing import Literal
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
-"""Relative L2 error. Float32 sums in another order move an output by some 1e-7 of itself: this leaves room for deep models."""
+"""The relative L2 error up to which a drift may be noise. Summing in another order changes a float32 output by about 1e-7 of
+itself; the rest is a margin for deep models.
+"""
 
 
 def near_floor(output: OutputDrift) -> bool:
-    """Whether a reading is so small that it may be under its floor, which is worth measuring then; no drift at all needs none."""
+    """Whether a drift is so small that it may be under the noise floor, which is then worth measuring. False without any drift."""
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloor:
-    """The drift of the reference against itself: the same float32 arithmetic in another order.
-
-    `ways`: how it was run again ("eager attention", "batch of two"); each figure is the worst of them. `positions`: of how
-    many outputs (rows of the main output). Empty `ways`: this model can't be run in another way, and nothing is known.
-    """
+    """The drift of the reference against itself, when the same float32 arithmetic is done in another order."""
 
     ways: tuple[str, ...]
+    """How the reference was run again, such as "eager attention" or "batch of two". Each figure is the worst of all ways. Empty
+    where this model can't be run in another way, so that the floor is not known.
+    """
     positions: int
+    """How many rows of the main output were compared."""
     sqnr_db: float
     max_abs: float
     rel_l2: float
@@ -35,7 +35,7 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Whether a reading is no larger than the floor, so that it says nothing: by mean KL, else by SQNR."""
+        """Whether a drift does not exceed the floor, and so is only noise. Mean KL is compared if both have one, else SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -45,86 +45,92 @@ class NoiseFloor:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one part of the model adds to the output's drift: `modules` modules with weights, at or below `name`.
-
-    drift: of the output when this part alone runs as cast, everything else as the reference (the report's unit; infinity
-    where the output is not finite). share: of the whole recipe's drift over the same inputs; None where that is not finite.
-    local_sqnr_db: of this part's own output then, on the reference's inputs, so its own error and none that it was given;
-    None where it is not one module with an output to compare.
-    """
+    """What one part of the model adds to the output's drift."""
 
     name: str
+    """The module that contains the part."""
     modules: int
+    """How many modules with weights are in the part."""
     drift: float
+    """The drift of the main output when only this part is cast, in the report's unit; infinity where the output is not finite."""
     share: float | None
+    """`drift` over the drift of the whole recipe on the same inputs; None where that is not finite."""
     local_sqnr_db: float | None = None
+    """The SQNR of this part's own output in that run. Its inputs are those of the reference, so this is only its own error. None
+    where the part is not one module with an output to compare.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class AttributionReport:
-    """Where a recipe's drift arises, the largest contribution first.
-
-    whole: the drift of the whole recipe over these inputs, in `unit`. together: the sum of the contributions; errors need not
-    add up. positions: rows of output that were compared. passes: how many forward passes this took (parts of passes,
-    where the beginning was not run again).
-    """
+    """The modules in which a recipe's drift arises."""
 
     model: str
     rules: tuple[str, ...]
     unit: str
+    """The unit of all drifts in this report."""
     whole: float
+    """The drift of the whole recipe over these inputs."""
     together: float
+    """The sum of the contributions, which need not equal `whole`."""
     positions: int
+    """How many rows of the main output were compared."""
     passes: int
+    """How many forward passes were run, some of them only from the first changed module on."""
     seconds: float
     causes: tuple[Contribution, ...]
+    """The contributions, the largest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteDiagnosis:
-    """Where values stop being finite, and what would mend it.
+    """Where values stop being finite, and a rule that prevents it.
 
-    kind: "weight" (values of `weights` are beyond the dtype), "activation" (an operation's result, or what is cast on its way
-    into one, is), "reference" (the float32 reference is not finite itself), or "unknown".
-    module, operation, dtype: of the first operation that gives something that is not finite from finite values; the module is
-    "" for the model's own code. first_module: the first module whose output is not finite where the reference's is.
-    largest: the largest finite magnitude that went into it (of a weight as stored); largest_reference: the largest that it
-    gives in the reference. limit: the dtype's largest value.
-    remedy: a rule that, put in force, makes the output finite, tried out, and `reason` then says where the reference is not; None
-    where none does, and `reason` says why.
+    `module`, `operation` and `dtype` describe the first operation that makes a value that is not finite from finite ones.
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]
+    """What is beyond the range of the dtype: values of `weights`; the result of an operation, or an activation that is cast for
+    one. "reference": the float32 reference itself is not finite.
+    """
     first_module: str
+    """The first module whose output is not finite where that of the reference is."""
     module: str
+    """The module whose code runs the operation; "" for the model itself."""
     operation: str
     dtype: str
     limit: float | None
+    """The largest value of the dtype."""
     weights: tuple[str, ...]
     largest: float | None
+    """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""
     largest_reference: float | None
+    """The largest magnitude of the operation's result in the reference."""
     remedy: str | None
+    """A rule that was tried and makes the output finite wherever the reference is; None where none was found."""
     reason: str = ""
+    """Why there is no remedy; with a remedy, where the reference is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Rules that keep the values of the weights that a recipe loses, to come after its own.
-
-    tensors: those that the rules take, each to the nearest dtype that holds its values. planned_bytes_before, planned_bytes: of
-    the whole model. before, after: the drift of the main output without and with the rules, measured over the same inputs; None
-    where the model can't be run, and `reason` says why.
-    """
+    """Rules that keep the values which a recipe loses. They are to be added after the recipe's own rules."""
 
     rules: tuple[str, ...]
     tensors: tuple[str, ...]
+    """The tensors that the rules match. Each gets the nearest dtype that holds its values."""
     planned_bytes_before: int
+    """The planned bytes of the whole model without the rules."""
     planned_bytes: int
+    """The planned bytes of the whole model with the rules."""
     before: OutputDrift | None = None
+    """The drift of the main output without the rules; None where the model can't be run."""
     after: OutputDrift | None = None
+    """The drift of the main output with the rules, over the same inputs."""
     reason: str = ""
+    """Why the model can't be run."""
 
     @property
     def improves(self) -> bool:
-        """Whether it was tried and the output drifts less with it."""
+        """Whether the rules were tried and the output drifts less with them."""
         return self.before is not None and self.after is not None and drifts_less(self.after, self.before)

@@ -1,6 +1,6 @@
-"""How far outputs are from the reference, as plain data: what panes show and `--json` prints.
+"""How far outputs are from the reference, as plain data that panes show and `--json` prints.
 
-Times are seconds, KL is nats per position, SQNR is decibels. A figure that was not or could not be measured is None.
+Times are in seconds, KL in nats per position, SQNR in decibels. A figure that was not or could not be measured is None.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class OutputDrift:
     """
 
     elements: int
-    """All of the output."""
+    """How many elements the output has."""
     mean_abs: float
     """Mean |c - r|, in the output's own unit."""
     max_abs: float
@@ -39,10 +39,10 @@ class OutputDrift:
     nonfinite: int
     """Elements that are not finite in c and not the same in r."""
 
-    # An output over classes or tokens: its distributions p (reference) and q (candidate), position by position.
+    # The fields below are set where the output holds a distribution at each position: p is the reference's, q the candidate's.
     positions: int | None = None
     kl_mean: float | None = None
-    """KL(p ‖ q) = Σ p log(p / q), nats per position; so are all `kl_`."""
+    """The mean of KL(p ‖ q) = Σ p log(p / q). All `kl_` fields are in nats per position."""
     kl_mean_se: float | None = None
     kl_median: float | None = None
     kl_p95: float | None = None
@@ -50,25 +50,27 @@ class OutputDrift:
     kl_p999: float | None = None
     kl_max: float | None = None
     top1_agreement: float | None = None
-    """Share of positions (0 to 1) with the same most likely class."""
+    """The share of positions (0 to 1) with the same most likely class."""
     top1_agreement_se: float | None = None
 
-    # Next tokens that are known.
+    # The fields below are set where the next token of the text is known.
     scored_tokens: int | None = None
+    """How many positions have a known next token."""
     dp_mean: float | None = None
-    """q - p of the next token, from -1 to 1; so are all `dp_`."""
+    """The mean of q - p of the next token. All `dp_` fields are about this difference, which is between -1 and 1."""
     dp_mean_se: float | None = None
     dp_rms: float | None = None
     dp_p1: float | None = None
     dp_p99: float | None = None
     perplexity_reference: float | None = None
-    """exp of the mean of -log p of the next token; `_candidate`: of -log q."""
+    """exp of the mean of -log p of the next token."""
     perplexity_candidate: float | None = None
+    """exp of the mean of -log q of the next token."""
     log_ratio: float | None = None
-    """Mean of log p - log q of the next token, nats: log(perplexity_candidate / perplexity_reference)."""
+    """The mean of log p - log q of the next token in nats, which is log(perplexity_candidate / perplexity_reference)."""
     log_ratio_se: float | None = None
 
-    # The rest of what `llama-perplexity --kl-divergence` prints.
+    # The other figures that `llama-perplexity --kl-divergence` prints.
     kl_p90: float | None = None
     kl_p10: float | None = None
     kl_p5: float | None = None
@@ -90,7 +92,7 @@ class OutputDrift:
     perplexity_reference_se: float | None = None
     perplexity_candidate_se: float | None = None
     perplexity_correlation: float | None = None
-    """Pearson's, of -log p and -log q over the next tokens."""
+    """Pearson's correlation between -log p and -log q of the next tokens."""
     perplexity_ratio: float | None = None
     """perplexity_candidate / perplexity_reference."""
     perplexity_ratio_se: float | None = None
@@ -103,7 +105,7 @@ class OutputDrift:
 
     @property
     def kl_tail(self) -> dict[str, float]:
-        """The percentiles of KL over positions that are shown, in nats, by what they are called; those that are known."""
+        """The percentiles of KL that reports show, in nats, by label. Percentiles that were not measured are left out."""
         tail = {
             "median": self.kl_median,
             "p95": self.kl_p95,
@@ -116,21 +118,23 @@ class OutputDrift:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:
-    """The same for one module's output, over all its elements in the sequences in which modules were compared
+    """How far one module's output is from the reference, over all its elements in the sequences in which modules were compared
     (`DriftReport.modules_sequences`).
     """
 
     name: str
     sqnr_db: float | None
-    """Infinity where nothing differs; None where outputs can't be compared element by element (an expert that was given other
-    tokens)."""
+    """SQNR in decibels: infinity where nothing differs, None where outputs can't be compared element by element (as for an expert
+    that got other tokens than in the reference).
+    """
     max_abs: float
+    """The largest absolute difference."""
     nonfinite: int
-    """Elements that are not finite here and not the same in the reference."""
+    """Elements that are not finite and not the same in the reference."""
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
-    """How many dB more SQNR the first has; None where that is no number."""
+    """By how many dB the SQNR of `one` exceeds that of `other`; None where one of them is not finite."""
     if one.sqnr_db is None or other.sqnr_db is None:
         return None
     gain = one.sqnr_db - other.sqnr_db
@@ -138,9 +142,10 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Those whose outputs differ from the reference: by how many values are not finite, then the lowest SQNR first.
+    """The modules whose outputs differ from the reference: those with the most values that are not finite first, then those with
+    the lowest SQNR.
 
-    A module that gives on what one inside it has made, as an MLP does of its last projection, is left out.
+    A module that only returns the output of a module inside it, as an MLP returns that of its last projection, is left out.
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -158,24 +163,22 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCastStats:
-    """Implicit casts of one forward pass: in `module`, `operation` was given `source` and computed in `target`.
-
-    `elements` over all `count` of them. `torch_raises`: plain torch refuses this operation with mixed dtypes, so code that
-    runs without this program's rules fails here. A storage dtype as `target`: an activation was rounded to it, as a runtime does
-    (the setting `quantize_activations`).
-    """
+    """Implicit casts of one kind in a forward pass: `operation` in `module` received dtype `source` and computed in `target`."""
 
     module: str
     operation: str
     source: str
     target: str
+    """A storage dtype where an activation was rounded to it, as runtimes do (the setting `quantize_activations`)."""
     elements: int
+    """Elements that were cast, over all `count` casts."""
     count: int
     torch_raises: bool
+    """Plain torch refuses this operation with mixed dtypes, so the code would fail here without this program's rules."""
 
     @property
     def in_torch(self) -> str:
-        """What plain torch does in its place, in a word; `rounded` where it is the setting that rounds."""
+        """In one word, what plain torch does here: `promotes` or `raises`; `rounded` where the setting rounds an activation."""
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
@@ -183,49 +186,50 @@ class ImplicitCastStats:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Wall time of the forward passes over all inputs, what is done for the comparison left out.
-
-    `reused` says that the candidate's unchanged beginning was not run again, so its time is not that of a whole pass.
-    """
+    """The wall time of the forward passes over all inputs, without the time for comparing outputs."""
 
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
+    """The unchanged beginning of the candidate was not run again, so its time is not that of a whole pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much of the inputs figures are over: `done` of `total` sequences, `positions` rows of the main output.
+    """How much of the inputs some figures cover, and how precise these figures are as estimates for all inputs.
 
-    rel_l2_error, kl_error: how far the relative L2 error and the mean KL over all sequences may be from those so far: one standard
-    error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be known.
-    of_tokens: positions are tokens of a text.
+    An error is the standard error divided by the figure (`runtime/measure/sampling_error.py`): 0.0 once all inputs were run, None
+    where it is not known.
     """
 
     done: int
+    """Sequences that were run."""
     total: int
+    """Sequences in the inputs."""
     positions: int
+    """Rows of the main output that were compared."""
     of_tokens: bool = False
+    """Whether positions are tokens of a text."""
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
 
     @property
     def whole(self) -> bool:
-        """Whether all of the inputs were run."""
+        """Whether all inputs were run."""
         return self.done >= self.total
 
     @property
     def error(self) -> float | None:
-        """Of the mean KL where there is one, else of the relative L2 error."""
+        """The error of the mean KL where there is one, else that of the relative L2 error."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     def is_within(self, precision: float | None) -> bool:
-        """Whether the figure is known to a relative standard error of `precision`; None: only all of the inputs are enough."""
+        """Whether the error is at most `precision`, or all inputs were run. With None, only running all inputs is enough."""
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
-        """About which share of the sequences that are left has to be run for the figure to be `is_within` it: the square of the
-        error of n of N sequences goes as (N - n) / n.
+        """An estimate of the share (0 to 1) of the remaining sequences that has to be run to be within `precision`. It assumes that
+        the square of the error after n of N sequences is proportional to (N - n) / n.
         """
         left = self.total - self.done
         if precision is None or not self.error or left <= 0:
@@ -237,7 +241,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PartialDrift:
-    """The main output's drift over the sequences that were run so far, of a measurement under way or one that was stopped."""
+    """The drift of the main output over the sequences that were run, in a measurement that still runs or was stopped."""
 
     output: OutputDrift
     extent: Extent
@@ -255,16 +259,15 @@ class DriftReport:
     inputs: str
     output_name: str
     output: OutputDrift
-    """Over all sequences that were run."""
+    """The drift of the main output over all sequences that were run."""
     modules: tuple[ModuleDrift, ...]
-    """In the order in which they were first called."""
+    """The drift of each module's output, in the order in which the modules were first called."""
     memory: MemoryStats
     seconds: Seconds
     sequences: Extent
-    """How much of the inputs `output` is over."""
+    """How much of the inputs `output` covers."""
     modules_sequences: int
-    """How many sequences the figures of `modules` are over: the first that was run and as many more as are a quarter of the inputs,
-    or all."""
+    """How many sequences the figures of `modules` cover: about a quarter of the inputs, the first sequence among them, or all."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose cast loses values."""
@@ -273,13 +276,13 @@ class DriftReport:
 
     @property
     def weights_only(self) -> bool:
-        """Whether a runtime would quantise activations too, and here they were not."""
+        """Whether a runtime would also quantise activations, which this measurement did not do."""
         quantised = any(dtypes.quantizes_activations(rule.rpartition("=")[2]) for rule in self.rules)
         return quantised and self.activations == "none"
 
     @property
     def inputs_run(self) -> str:
-        """The inputs in words, and how many were run where that is not all of them."""
+        """A description of the inputs, with the number of sequences that were run where that is not all of them."""
         run = self.sequences
         return self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
 
@@ -290,10 +293,10 @@ SQUARED = "relative squared error"
 
 
 def unit_for(distribution: bool, dimensions: int) -> str:
-    """The unit of the one figure that drift is ranked by.
+    """The unit of the single figure by which drifts are ranked.
 
-    distribution: whether the main output holds logits of one; dimensions: how many the output has, 3 or more where every token
-    has a distribution of its own.
+    distribution: whether the main output holds the logits of a distribution. dimensions: how many dimensions the main output has;
+    with 3 or more there is one distribution for each token.
     """
     if not distribution:
         return SQUARED
@@ -301,7 +304,9 @@ def unit_for(distribution: bool, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Whether an output drifts less than another: by values that are not finite, then by mean KL, else by relative L2."""
+    """Whether `one` drifts less than `other`: it has fewer values that are not finite, or equally many and a smaller mean KL (the
+    relative L2 error where there is no KL).
+    """
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite
     if one.kl_mean is not None and other.kl_mean is not None:

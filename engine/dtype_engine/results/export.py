@@ -1,4 +1,4 @@
-"""What an export and its verification report, as plain data."""
+"""The results of an export and of its verification, as plain data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """How much of an export is in one dtype. `nbytes` includes the scales of a storage-only one."""
+    """How much of an export is in one dtype. `nbytes` includes the scales of storage-only dtypes."""
 
     tensors: int
     nbytes: int
@@ -18,51 +18,52 @@ class ExportedDtype:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """A checkpoint that was written. `nbytes`: of its tensors, scales included, headers not; `files`: with the weights;
-    `lost`: the weights whose cast loses values.
-    """
+    """A checkpoint that was written."""
 
     folder: str
     model: str
     rules: tuple[str, ...]
     config_dtype: str
     nbytes: int
+    """Bytes of all tensors, scales included, headers excluded."""
     files: tuple[str, ...]
+    """The files that contain weights."""
     dtypes: dict[str, ExportedDtype]
     seconds: float
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
+    """The weights whose cast loses values."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor of an exported checkpoint that is not what its recipe makes of the source, and how."""
+    """One tensor of an export that differs from what its recipe makes of the source."""
 
     name: str
     what: str
+    """How the tensor differs."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """An exported checkpoint against its source and the recipe in it.
-
-    `tensors` were compared, bit for bit, as other programs' loaders read them. unchecked: what was not compared, a sentence each.
-    lost: the weights of which the export's own recipe file says that the cast lost values.
-    The drift is that of the source under the recipe, and that of the weights as loaded back from the export, both against the
-    source's reference; None where it was not asked for.
-    """
+    """The comparison of an export with what its recipe makes of the source."""
 
     folder: str
     model: str
     rules: tuple[str, ...]
     tensors: int
+    """How many tensors were compared, bit for bit, as the loaders of other programs read them."""
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
+    """The drift of the source under the recipe; None where drift was not to be measured."""
     drift_after: OutputDrift | None = None
+    """The drift of the weights that were loaded back from the export, against the same reference."""
     unchecked: tuple[str, ...] = ()
+    """What was not compared, one sentence each."""
     lost: tuple[ValueLoss, ...] = ()
+    """The losses that the recipe file in the export records."""
 
     @property
     def same(self) -> bool:

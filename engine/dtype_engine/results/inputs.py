@@ -1,4 +1,4 @@
-"""What the model is run on, as plain data for panes and `--json`."""
+"""The inputs that a model is run on, as plain data for panes and `--json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One tensor argument of a forward pass, by its name, or its place where it has none."""
+    """One tensor argument of a forward pass. `name` is its position where the argument has no name."""
 
     name: str
     shape: tuple[int, ...]
@@ -16,22 +16,21 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """One call of the model.
-
-    `what`: the beginning of its text, its picture or its sound. `positions`: token positions over its rows (the decoder's,
-    where there is one); None for an input that is no sequence of tokens.
-    """
+    """The inputs of one call of the model."""
 
     what: str
+    """The beginning of the text, or a name for the image or the sound."""
     positions: int | None
+    """The token positions in all rows, of the decoder where there is one; None for an input that is not a sequence of tokens."""
     tensors: tuple[InputTensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class InputsSummary:
-    """All calls of the model that a measurement makes; `made_of` says where each part came from, a sentence each."""
+    """The inputs of all calls of the model in one measurement."""
 
     description: str
     made_of: tuple[str, ...]
+    """One sentence for each part of the inputs that says where it comes from."""
     positions: int | None
     batches: tuple[InputBatch, ...]

@@ -1,8 +1,8 @@
-"""What a drift means, in one word, by limits that others have published or that follow from the dtypes themselves.
+"""Says in one word what a drift means, by limits that others have published or that follow from the dtypes themselves.
 
-An output over classes or tokens is judged by its mean KL, any other by its SQNR. The limits of KL are figures of LLaMA-3-8B on
-Wikitext-2, from the README of llama.cpp's `llama-perplexity`. Those of SQNR are the sizes of a rounding of the output itself:
-what a value in that dtype can't avoid.
+An output over classes or tokens is judged by its mean KL, any other output by its SQNR. The limits for KL were measured for
+LLaMA-3-8B on Wikitext-2 (README of llama.cpp's `llama-perplexity`). The limits for SQNR are the errors of rounding the output
+itself to a dtype, which no computation in that dtype can avoid.
 """
 
 from __future__ import annotations
@@ -21,31 +21,32 @@ Word = Literal["exact", "under the floor", "invisible", "small", "visible", "bro
 
 
 def rounding_sqnr_db(mantissa: int) -> float:
-    """The least SQNR in dB of values that are rounded to a float of so many mantissa bits, the implicit one not counted.
+    """The lowest SQNR in dB of values that are rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
 
-    A value m 2^e with 1 <= m < 2 is off by anything up to half a unit in the last place: 2^(2e - 2 mantissa) / 12 in the mean
-    square, of m^2 2^(2e). Where all m are 1 that is 6.02 dB a bit and 10.8; values of many magnitudes have 2.7 to 3.7 dB more.
+    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place, with a mean square of
+    2^(2e - 2 mantissa) / 12 against m^2 2^(2e). For m = 1, the worst case, that gives 10.8 dB plus 6.02 dB for each bit; values of
+    many magnitudes have 2.7 to 3.7 dB more.
     """
     return 10 * math.log10(12 * 4**mantissa)
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """The cosine of an output whose error has this SQNR and no direction of its own."""
+    """The cosine between an output and its reference where the error has this SQNR and is orthogonal to the reference."""
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 
 KL_FLOATS = 2.5e-5
-"""float16 against bfloat16; 99.74 % of the positions have the same top token."""
+"""The mean KL of float16 against bfloat16, where 99.74 % of the positions have the same top token."""
 KL_Q8 = 1.355e-3
-"""q8_0 against float16; 97.67 %."""
+"""The mean KL of q8_0 against float16, with 97.67 % the same top token."""
 KL_Q4 = 3.127e-2
-"""q4_K_M against float16; 91.90 %."""
+"""The mean KL of q4_K_M against float16, with 91.90 % the same top token."""
 KL_Q2 = 0.4451
-"""q2_K against float16; 71.14 %, and the perplexity is 1.56 times as high."""
+"""The mean KL of q2_K against float16, with 71.14 % the same top token and 1.56 times the perplexity."""
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""What is left where of every value of a normal distribution only the sign is kept, and its best magnitude (Max 1960)."""
+"""The SQNR of normally distributed values of which only the signs are kept, with the best common magnitude (Max 1960)."""
 
 _KL: tuple[tuple[float, Word, str], ...] = (
     (KL_FLOATS, "invisible", "up to that of float16 against bfloat16"),
@@ -58,7 +59,7 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
     (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
-"""By the worst that a word is for: what the drift is compared with."""
+"""For each limit the word that applies up to it, and what the drift is compared with. The list for KL has the same form."""
 
 HELP = (
     "One word says what a drift means. Exact: nothing differs. Under the floor: no more than the reference drifts from itself. "
@@ -69,12 +70,12 @@ HELP = (
     f"{cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs alone), broken below. An output that is not "
     "finite is broken. Other models and texts may bear more or less."
 )
-"""The words, their limits and where these come from."""
+"""The help text on the words, their limits, and the sources of the limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The word, and what the drift was compared with: `up to that of q8_0`."""
+    """The word, and what the drift was compared with, such as `up to that of q8_0`."""
 
     word: Word
     why: str
@@ -84,7 +85,7 @@ class Meaning:
 
 
 def meaning(output: OutputDrift, floor: NoiseFloor | None = None) -> Meaning:
-    """What a drift means. floor: the noise floor over the same inputs, where it is known."""
+    """Judge a drift. floor: the noise floor over the same inputs; None where it is not known."""
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:

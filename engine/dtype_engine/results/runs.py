@@ -1,4 +1,4 @@
-"""What runs of the model gave besides drift: text it wrote, and time. Times are seconds."""
+"""The results of running a model besides drift: generated texts, and times in seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Tokens that a model wrote: their ids, what each adds to the text, and the seconds that all of it took."""
+    """A text that a model generated: the ids of its tokens, the text that each token adds, and the time for all of them."""
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -28,7 +28,7 @@ class Generation:
 
     @property
     def same_tokens(self) -> int:
-        """How many tokens from the start are the same."""
+        """How many tokens at the start of both texts are the same."""
         pairs = zip(self.reference.ids, self.candidate.ids, strict=False)
         return next(
             (index for index, (one, other) in enumerate(pairs) if one != other),
@@ -37,31 +37,30 @@ class Generation:
 
     @property
     def differs(self) -> bool:
-        """Whether the two part at all."""
+        """Whether the two texts have different tokens."""
         return self.reference.ids != self.candidate.ids
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """Wall time of forward passes over all inputs: `what` is "reference", "as stored" or "candidate", in `dtypes`.
-
-    `seconds` is the median of `repeats` after one to warm up. `under_rules`: this mix does not run in plain torch, so the
-    time holds what the rules for mixed dtypes take.
-    """
+    """The wall time of a forward pass over all inputs in one variant of the model."""
 
     what: str
+    """The variant: "reference", "as stored" or "candidate"."""
     dtypes: str
     seconds: float
+    """The median of `repeats` passes after one warm-up pass."""
     fastest: float
     slowest: float
     repeats: int
     tokens_per_second: float | None
     under_rules: bool
+    """Plain torch can't run this mix of dtypes, so the times include the overhead of this program's rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedReport:
-    """How fast the model is in its dtypes, on this machine, over these inputs."""
+    """How fast a model runs in different dtypes, on one machine and over the same inputs."""
 
     model: str
     device: str

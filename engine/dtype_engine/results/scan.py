@@ -1,4 +1,4 @@
-"""What scans and searches give: scores of weights, predicted drift, a Pareto front. Bytes are planned ones."""
+"""The results of scans and searches: scores of weights, predicted drift, and a Pareto front. All bytes are planned bytes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,34 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class WeightScore:
-    """What one weight in one dtype, everything else as in the reference, adds to the drift.
-
-    `bytes` are those of the weight in that dtype, scales included. `score` is in the report's unit, infinity where the
-    output is not finite; `error` is its standard error, over sequences (over draws while there is but one).
-    """
+    """The drift that one weight in one dtype causes, with everything else as in the reference."""
 
     name: str
     dtype: str
     bytes: int
+    """The bytes of the weight in that dtype, scales included."""
     score: float
+    """The drift in the report's unit; infinity where the output is not finite."""
     error: float | None = None
+    """The standard error of `score` over sequences, or over backward passes while there is only one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much every castable weight matters, in every dtype asked for.
-
-    unit: `NATS` (or `NATS_PER_EXAMPLE`) where the output is a distribution, else `SQUARED`: of the main output, the square
-    of relative L2. exact: each was measured alone, else estimated from `draws` backward passes a sequence. `sequences` of
-    `all_sequences` have gone by. A weight that stays at least as wide as the reference costs nothing.
-    activations: the setting `quantize_activations` under which it was made.
-    """
+    """How much every castable weight matters in each of several dtypes. In a dtype as wide as the reference's its score is 0."""
 
     model: str
     device: str
     reference: str
     inputs: str
     unit: str
+    """`NATS` or `NATS_PER_EXAMPLE` where the main output is a distribution; otherwise `SQUARED`, its relative L2 error squared."""
     exact: bool
+    """Whether each score was measured by a forward pass; otherwise scores are estimated from backward passes."""
     draws: int
+    """How many backward passes were made for each sequence."""
     sequences: int
+    """How many of `all_sequences` have been scanned."""
     all_sequences: int
     dtypes: tuple[str, ...]
     forward_seconds: float
@@ -52,6 +49,7 @@ class ScanReport:
     weights: tuple[WeightScore, ...]
     notices: tuple[str, ...] = ()
     activations: Literal["none", "weights"] = "none"
+    """The setting `quantize_activations` of the scan."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
@@ -70,11 +68,11 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """Scores by (weight, dtype)."""
+        """The scores, by the pair of the weight's name and the dtype."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
-        """The sum of the scores of all weights in each dtype, and the dtype; the smallest first."""
+        """For each dtype the sum of the scores of all weights in it, and its name; the smallest sum first."""
         scores: dict[str, list[float]] = {}
         for weight in self.weights:
             scores.setdefault(weight.dtype, []).append(weight.score)
@@ -83,7 +81,7 @@ class ScanReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The drift that a scan predicts for a recipe: the sum of its weights' own scores. Errors need not add up."""
+    """The drift that a scan predicts for a recipe: the sum of the scores of its weights, although real errors need not add up."""
 
     value: float
     unit: str
@@ -92,7 +90,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class FrontPoint:
-    """A point of the Pareto front: planned bytes, and predicted drift."""
+    """A point of the Pareto front: planned bytes and predicted drift."""
 
     bytes: int
     predicted: float
@@ -100,7 +98,7 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recipe near the limit of a search, predicted and measured."""
+    """A recipe near the limit of a search, with its predicted and its measured drift."""
 
     planned_bytes: int
     predicted: float
@@ -109,9 +107,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """The recipe that was found, as rules, with its planned bytes and predicted drift, and the whole Pareto front; `lost`: the
-    weights whose cast by it loses values; `candidates`: those that were measured to find it, on `held_out` inputs.
-    """
+    """The recipe that a search found, and the whole Pareto front."""
 
     model: str
     unit: str
@@ -119,12 +115,17 @@ class SearchReport:
     stored_bytes: int
     planned_bytes: int
     predicted: float
+    """The predicted drift."""
     front: tuple[FrontPoint, ...]
     measured: float | None = None
+    """The measured drift; None where it was not measured."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
+    """The weights whose cast by the recipe loses values."""
     candidates: tuple[Candidate, ...] = ()
+    """The recipes that were measured to choose this one."""
     held_out: str | None = None
+    """A description of the inputs on which the candidates were measured."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

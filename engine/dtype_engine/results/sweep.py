@@ -1,4 +1,4 @@
-"""What many recipes of one model give, side by side."""
+"""The results of many recipes on one model, for comparison."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from dtype_engine.results.drift import OutputDrift
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """One recipe. drift: the one figure that recipes are ranked by, infinity where the output is not finite. best: it is
-    finite, and no other recipe has fewer planned bytes and no more drift, or as many bytes and less drift.
-    """
+    """The result of one recipe."""
 
     recipe: str
+    """The path of the recipe file."""
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
+    """The figure by which recipes are ranked; infinity where the output is not finite."""
     best: bool
+    """The output is finite, and no other recipe is at least as good in both planned bytes and drift and better in one of them."""
     output: OutputDrift
 
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """All recipes, the smallest first. unit: of `drift`."""
+    """The results of all recipes, the smallest first. `unit` is the unit of `SweepRow.drift`."""
 
     model: str
     inputs: str
@@ -35,7 +36,7 @@ class SweepReport:
 
 
 def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
-    """Rows of (recipe, rules, planned bytes, drift, output) in the order of a report, with those marked that are best."""
+    """Make the rows of a report from tuples (recipe, rules, planned bytes, drift, output): sort them and mark the best."""
     return tuple(
         SweepRow(
             name, rules, planned, drift,

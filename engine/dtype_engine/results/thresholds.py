@@ -1,4 +1,4 @@
-"""Limits that a drift has to keep, and whether it does."""
+"""Limits on a drift, and whether it meets them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """max_kl: mean KL in nats a position. min_sqnr: dB. min_top1: share of positions, 0 to 1. None: no limit."""
+    """Limits on a drift; None for no limit."""
 
     max_kl: float | None = None
+    """The largest mean KL, in nats per position."""
     min_sqnr: float | None = None
+    """The lowest SQNR of the main output, in dB."""
     min_top1: float | None = None
+    """The smallest share (0 to 1) of positions with the same most likely class."""
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.max_kl, self.min_sqnr, self.min_top1))
@@ -23,16 +26,16 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One limit: what it is called on the command line, its value, what was measured, and whether it is kept.
-
-    `value` is None where the output has no such figure; that keeps no limit, and neither does an output that is not `finite`.
-    """
+    """Whether a drift meets one limit. It does not where the output lacks that figure or is not finite."""
 
     name: str
+    """The name of the limit in `Thresholds`."""
     limit: float
     value: float | None
+    """The measured figure; None where the output has no such figure."""
     passed: bool
     finite: bool = True
+    """Whether the output is finite."""
 
     def __str__(self) -> str:
         what, unit = _WORDS[self.name]
@@ -43,14 +46,14 @@ class Verdict:
         if not self.finite:
             return f"{what}: the output is not finite, the limit is {limit}"
         most = self.name == "max_kl"
-        asked = (
+        relation = (
             ("at most " if most else "at least ") if self.passed else ("over " if most else "under ") + "the limit, "
         )
-        return f"{what} {scale * self.value:.6g}{unit}: {asked}{limit}"
+        return f"{what} {scale * self.value:.6g}{unit}: {relation}{limit}"
 
     @property
     def short(self) -> str:
-        """`KL 0.00133 > 0.0001 nats`, for a narrow pane."""
+        """A short form for a narrow pane, such as `KL 0.00133 > 0.0001 nats`."""
         what, unit = _WORDS[self.name]
         scale = 100 if unit == " %" else 1
         if self.value is None:
@@ -65,8 +68,8 @@ _WORDS = {"max_kl": ("mean KL", " nats"), "min_sqnr": ("SQNR", " dB"), "min_top1
 
 
 def verdicts(thresholds: Thresholds, output: OutputDrift) -> tuple[Verdict, ...]:
-    """Each limit that is set, judged. A figure that is not a number, or of an output that is not finite, keeps none."""
-    asked = (
+    """A verdict for each limit that is set. A figure that is NaN, or of an output that is not finite, meets no limit."""
+    limits = (
         ("max_kl", thresholds.max_kl, output.kl_mean),
         ("min_sqnr", thresholds.min_sqnr, output.sqnr_db),
         ("min_top1", thresholds.min_top1, output.top1_agreement),
@@ -74,7 +77,7 @@ def verdicts(thresholds: Thresholds, output: OutputDrift) -> tuple[Verdict, ...]
     finite = not output.nonfinite and not output.nonfinite_reference
     return tuple(
         Verdict(name, limit, value, _kept(name, limit, value) and finite, finite)
-        for name, limit, value in asked
+        for name, limit, value in limits
         if limit is not None
     )
 

@@ -1,1 +1,1 @@
-"""From sensitivity scores to a recipe for a budget."""
+"""Finds the best recipe for a budget from sensitivity scores."""

@@ -1,4 +1,4 @@
-"""Formats that belong together because one runtime loads them side by side, and what that asks of a search."""
+"""Families of formats that one runtime can mix in a model, and the constraints that such a runtime puts on a search."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ FAMILIES = {
     "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
     "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
 }
-"""What a search may choose among for a runtime. vLLM reads each layer's own layout (`recipe.serving`), SGLang one for the whole
-checkpoint, which these two share. Of llama.cpp's formats these are what `recipe convert` writes exactly."""
+"""The dtypes among which a search for a runtime may choose. vLLM reads a separate layout for each layer (`recipe.serving`). SGLang
+reads one layout for the whole checkpoint, so its fp8 formats are two that share a layout. For llama.cpp only the formats that
+`recipe convert` can write exactly are listed.
+"""
 FUSING = ("vllm", "sglang")
+"""The runtimes that fuse sibling layers, such as q, k and v, into one."""
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Constraints with what a runtime asks besides: fused siblings have one format, and a weight those that its layout has.
+    """Add the constraints of a runtime: layers that it fuses get one format, and a weight gets only formats that fit its shape.
 
-    Patterns of the user's own come after these, so that they decide.
+    The user's patterns come after these, so that they decide.
     """
     if family not in FUSING:
         return constraints

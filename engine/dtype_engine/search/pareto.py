@@ -1,13 +1,14 @@
-"""The best recipe for a budget: a multiple-choice knapsack over (bytes, predicted drift).
+"""Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
-An item is a weight, or a group of weights that are held to one dtype; its choices are dtypes, each with bytes and a score.
-The lower convex hulls of all items, merged by slope, give the whole Pareto front at once: at each of its points no mix is
-both smaller and better by the scores. Between two points the rest of the budget is filled exactly: Lagrangian bounds leave
-only a few choices open, and these are enumerated.
+An item is a weight, or a group of weights that must have the same dtype. Its choices are dtypes, each with bytes and a score. The
+lower convex hulls of all items, merged by slope, give the Pareto front: at each of its points no other mix of dtypes is both
+smaller and better by the scores. Between two points the rest of the budget is filled exactly: Lagrangian bounds leave only a few
+choices open, and these are enumerated.
 
-P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979) has the hulls; D. Pisinger, "A
-Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of Operational Research 83, 1995) how few choices
-stay open. Neither torch nor numpy is needed: the app walks the front as keys are pressed.
+The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979), the small
+number of open choices from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of
+Operational Research 83, 1995). This module uses neither torch nor numpy, because the app moves along the front while keys are
+pressed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An item in one dtype."""
+    """One dtype for an item, with the bytes and the score of all weights of the item."""
 
     dtype: str
     bytes: int
@@ -38,7 +39,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that share one dtype, and what they may be, the smallest first; none is larger and worse than another."""
+    """Weights that must have one dtype, and their choices, the smallest first. No choice is both larger and worse than another."""
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -46,23 +47,23 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """What a recipe must respect.
-
-    keep: patterns of weights that stay as stored. groups: patterns; what one takes in one parent module is held to one
-    dtype (`*.{q,k,v}_proj`: the three of each layer). dtypes: those allowed, besides as stored; empty for all that were
-    scanned. only: patterns with the dtypes allowed for what they take; the last that matches decides. Norms, biases and routers
-    (`stays_wide`) get a dtype with scales where a pattern of `only` takes them, and else none.
-    """
+    """Constraints on the recipe that a search finds."""
 
     keep: tuple[str, ...] = ()
+    """Patterns of weights that stay as stored."""
     groups: tuple[str, ...] = ()
+    """Patterns whose matches under one parent module get the same dtype, such as `*.{q,k,v}_proj` for the three in each layer."""
     dtypes: tuple[str, ...] = ()
+    """The dtypes that are allowed besides the stored one; empty for all that were scanned."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Pairs of a pattern and the dtypes that are allowed for its matches. The last pattern that matches a weight decides. Norms,
+    biases and routers (`stays_wide`) get a dtype with scales only if such a pattern matches them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A dtype for every weight, with the bytes and the predicted drift of all of them together."""
+    """A dtype for every weight, with the bytes of the whole model and its predicted drift, the `score`."""
 
     dtypes: Mapping[str, str]
     bytes: int
@@ -72,7 +73,7 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """The choices that there are. Raises UserError for a pattern that takes nothing, or a dtype that was not scanned."""
+    """Make the items of a search. Raises UserError for a pattern that matches nothing, or a dtype that was not scanned."""
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
@@ -94,7 +95,7 @@ def make_items(
         if not choices:
             names = ", ".join(group[:3]) + (", …" if len(group) > 3 else "")
             raise UserError(
-                f"no dtype is left for {names}, which are held together: some are kept, or allowed other dtypes"
+                f"no dtype is left for {names}, which must have the same: some are kept, or allowed other dtypes"
             )
         items.append(Item(group, _undominated(choices.values())))
     return items
@@ -121,8 +122,8 @@ _MOST_EXPERTS = 1024
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Whether a weight is one that runtimes keep in 16 bits or more: all with one dimension (norms, biases), and routers, which
-    take few bytes and decide much.
+    """Whether runtimes keep a weight in 16 bits or more: weights with one dimension (norms, biases), and routers, which are small
+    but affect the output strongly.
     """
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
@@ -133,7 +134,7 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """The weights, those that are held together in one tuple. Groups that share a weight become one."""
+    """The weights in groups that must have the same dtype, most of them single weights. Groups that share a weight are merged."""
     leader = {name: name for name in weights}
 
     def find(name: str) -> str:
@@ -161,7 +162,9 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """By bytes, without those that another is at least as good as in both; of equals the wider dtype stays."""
+    """The choices by bytes, without those that are no better than another in bytes and score. Of equal ones the wider dtype is
+    kept.
+    """
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:
@@ -173,14 +176,13 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of items: from everything in its smallest dtype, step by step to the best of all. Bytes are of the whole
-    model.
-    """
+    """The Pareto front of items. It starts with every item in its smallest dtype, and each step improves one item."""
 
     items: Sequence[Item]
     fixed: int = 0
-    """Bytes of the model that no choice changes: integers, parts of quantized weights."""
+    """The bytes of the model that no choice changes: integers, and parts of quantized weights."""
     points: list[FrontPoint] = field(default_factory=list)
+    """The points of the front, with the bytes of the whole model."""
     _steps: list[tuple[int, int]] = field(default_factory=list)
     _slopes: list[float] = field(default_factory=list)
 
@@ -191,7 +193,7 @@ class ParetoFront:
             steps += [
                 (_slope(item.choices[low], item.choices[high]), index, high) for low, high in itertools.pairwise(hull)
             ]
-        # Within one item slopes fall along its hull, so that this order never goes back.
+        # The slopes of one item fall along its hull, so this order keeps the steps of each item in sequence.
         steps.sort(key=lambda step: -step[0])
         self._steps = [(index, choice) for _, index, choice in steps]
         self._slopes = [slope for slope, _, _ in steps]
@@ -207,11 +209,11 @@ class ParetoFront:
             self.points.append(FrontPoint(size, max(0.0, total)))
 
     def solution_at(self, index: int) -> Solution:
-        """The solution that a point stands for."""
+        """The solution at the point with this index."""
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:
-        """The lowest score at no more than `budget` bytes; None when even the smallest is larger."""
+        """The solution with the lowest score in at most `budget` bytes; None where even the smallest solution is larger."""
         index = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
         if index < 0:
             return None
@@ -222,7 +224,7 @@ class ParetoFront:
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
-        """The fewest bytes at a score of no more than `most`; None when even the best is worse."""
+        """The solution with the fewest bytes and a score of at most `most`; None where even the lowest score is higher."""
         index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if index == len(self.points):
             return None
@@ -245,7 +247,7 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """A choice for every item as dtypes by weight."""
+        """The solution in which each item has the choice with the given index."""
         planned = {
             name: item.choices[choice].dtype
             for item, choice in zip(self.items, chosen, strict=True)
@@ -257,19 +259,19 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """The front of a model by a scan's scores. Raises UserError as `make_items` does."""
+    """The Pareto front of a model by the scores of a scan. Raises UserError as `make_items` does."""
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
     return ParetoFront(items, tree.stored_bytes - changing)
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Drift saved a byte."""
+    """By how much the score falls for each additional byte."""
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Indices of the choices on the lower convex hull of score over bytes."""
+    """The indices of the choices that are on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -282,7 +284,9 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """Choices for the items so far: their weight and cost, and the reduced costs they have used up."""
+    """A partial solution of `knapsack`: the weight, the cost and the reduced cost of the rows decided so far, the choice in the
+    last of them, and the state `before` it.
+    """
 
     weight: float
     cost: float
@@ -294,12 +298,13 @@ class _State:
 def knapsack(
     table: Sequence[Sequence[tuple[float, float]]], limit: float, price: float, start: Sequence[int]
 ) -> list[int]:
-    """One (cost, weight) of each row, the sum of costs least, the sum of weights at most `limit`.
+    """Choose one (cost, weight) from each row so that the sum of costs is minimal and the sum of weights at most `limit`. Returns
+    the index of the choice in each row.
 
-    start: a choice that fits. price: cost a unit of weight, which the bound is made with. With p the price, every
-    choice's reduced cost is what it lacks to its row's least cost + p·weight, and no better solution uses up more of
-    them than the distance of `start` to the bound: all choices above that are out, which leaves few. The result is
-    exact unless over 20 000 partial solutions stay open at once; then it is the best of those nearest to the bound.
+    start: a solution that satisfies the limit. price: the cost of a unit of weight in the Lagrangian bound. With p the price, the
+    reduced cost of a choice is its cost + p·weight minus the minimum of that in its row. In a solution better than `start` the
+    reduced costs sum to at most the gap between `start` and the bound, which excludes most choices. The result is exact unless more
+    than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
     best_cost = math.fsum(row[index][0] for row, index in zip(table, start, strict=True))
@@ -348,7 +353,7 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Without those that another is at least as good as in weight and cost."""
+    """The states in order of weight, without any that is no better than another in both weight and cost."""
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []
     for state in states:

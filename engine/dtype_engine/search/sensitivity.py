@@ -1,7 +1,7 @@
-"""What a scan's scores say: of a node, of a layer, of a recipe.
+"""Combines the scores of a scan: for a node, a layer or a recipe.
 
-Errors of different weights add up to second order, so the score of a node, a layer or a recipe is the sum of its weights'
-own. They need not quite: that sum is always called predicted.
+To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of the scores of its
+weights. This is an approximation, so the sum is always called predicted.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Whether a weight costs nothing in `dtype`: it computes as the reference does, or wider."""
+    """Whether a weight causes no drift in `dtype`, because that is at least as wide as the dtype of the reference."""
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 def scalar_drift(output: OutputDrift) -> float:
-    """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
+    """The single figure that scans and searches use: the mean KL where the output is a distribution, else the squared relative L2
+    error; infinity where the output is not finite.
+    """
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """The drift of a plan by a scan: the sum of its weights' scores (`report.scores()`).
+    """Predict the drift of a plan from a scan: the sum of the scores of its weights. scores: `report.scores()`.
 
-    Raises UserError when a weight was not scanned in its dtype.
+    Raises UserError where a weight was not scanned in its planned dtype.
     """
     total = 0.0
     for name, dtype in plan.dtypes.items():
@@ -47,8 +49,8 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
-    """The sum of the scores in `dtype` of all weights at or below each node: modules (the root is "") and weights. A tied
-    weight counts once in each module that has it.
+    """For each node, a module (the root is "") or a weight, the sum of the scores in `dtype` of all weights at or below it. A tied
+    weight counts once in each module that contains it.
     """
     sums: dict[str, float] = {}
     for name, tensor in tree.tensors.items():
@@ -63,20 +65,21 @@ def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A weight in a dtype, as the ranking has it. `saved`: bytes less than as stored, negative where it takes more."""
+    """A weight in a dtype, as an entry of a ranking."""
 
     score: WeightScore
     saved: int
+    """How many bytes the cast saves; negative where the weight becomes larger."""
 
     @property
     def per_byte(self) -> float:
-        """Score a byte saved: infinity where none is."""
+        """The score for each byte saved; infinity where no bytes are saved."""
         return self.score.score / self.saved if self.saved > 0 else math.inf
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Those that cost anything, in one dtype or in all, what matters most first. By score per byte saved, those that save
-    nothing come last.
+    """The weights that may cause drift, in one dtype or (None) in all, with the highest scores first. per_byte: rank by score for
+    each byte saved instead; weights that save nothing come last.
     """
     rows = [
         Ranked(score, tree.tensors[score.name].nbytes - score.bytes)
@@ -94,16 +97,20 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """Scores by layer and kind of module: `cells` by (layer, kind). `rest`: weights that are in no numbered layer."""
+    """Scores as a table of layers and kinds of weights."""
 
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     cells: Mapping[tuple[str, str], float]
+    """The sum of the scores for each pair (layer, kind)."""
     rest: tuple[tuple[str, float], ...]
+    """The names and scores of weights outside numbered layers."""
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Layers are what the first number in a name counts; a kind is what stands behind it, further numbers starred."""
+    """Make a table of the scores in `dtype`. The layer of a weight is its name up to the first number; its kind is the rest of the
+    name, with `*` for further numbers.
+    """
     layers: dict[str, None] = {}
     kinds: dict[str, None] = {}
     cells: dict[tuple[str, str], float] = {}

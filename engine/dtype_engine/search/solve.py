@@ -1,4 +1,4 @@
-"""The solution of a Pareto front for one limit."""
+"""Finds the solution on a Pareto front for one limit."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dtype_engine.search.pareto import ParetoFront, Solution
 
 
 def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """The lowest predicted drift within `budget` bytes, or the fewest bytes with at most `max_drift`.
+    """The solution with the lowest predicted drift in at most `budget` bytes, or with the fewest bytes and at most `max_drift`.
 
-    Raises UserError where not just one limit is given, and OutOfReach when nothing meets it.
+    Raises UserError unless exactly one limit is given, and OutOfReach where no solution meets it.
     """
     if (budget is None) == (max_drift is None):
-        raise UserError("a search needs either a budget in bytes or the most drift there may be")
+        raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")
     if budget is not None:
         within = front.best_within(budget)
         if within is None:
@@ -27,10 +27,10 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """The solution for a limit and those of the front next to it, `count` in all, the solution first.
+    """The solution for a limit, followed by the points of the front nearest to it; `count` in all.
 
-    Within a budget they are the largest that fit; for the most drift, those on both sides: a prediction may be too low or too
-    high. Raises as `solve`.
+    For a budget these are the largest points that fit. For a drift they are on both sides of the solution, because the prediction
+    may be too low or too high. Raises as `solve`.
     """
     first = solve(front, budget, max_drift)
     indexes = range(len(front.points))

@@ -1,4 +1,4 @@
-"""What an event has to be beyond the types of its fields: the app divides by some of them, and looks others up."""
+"""Checks the values in an event that has come from another process, because the app divides by some and looks others up."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 
 _LARGEST_EXPONENT = 1100
-"""Of float64, subnormal numbers included: 1074."""
+"""A bound on the exponents of float64, which reach -1074 in subnormal numbers."""
 
 
 def check_event(event: object) -> None:
-    """Raises ValueError or UserError for an event that no engine of this version sends.
+    """Raise ValueError or UserError for an event that no engine of this version sends.
 
-    The recipe that an event belongs to may be any: the app only compares it with the one in force.
+    The recipe of an event is not checked, because the app only compares it with the current recipe.
     """
     match event:
         case events.CastDone():
@@ -37,7 +37,7 @@ def check_event(event: object) -> None:
                 (*event.report.dtypes, event.report.reference, *{score.dtype for score in event.report.weights})
             )
         case events.WeightInspected():
-            if any(abs(power) > _LARGEST_EXPONENT or count < 1 for power, count in event.reading.exponents.counts):
+            if any(abs(power) > _LARGEST_EXPONENT or count < 1 for power, count in event.stats.exponents.counts):
                 raise ValueError("a power of two that no value has")
 
 

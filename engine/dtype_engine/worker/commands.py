@@ -1,4 +1,4 @@
-"""What the worker can be asked for, as data: `queue.merge` orders it, `run_commands` carries it out."""
+"""The commands that the worker understands, as data. `queue.merge` orders them, and `run_commands` runs them."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ JobName = Literal[
 
 
 class SetRecipe(Message, frozen=True):
-    """Cast to `recipe` and measure it; whatever runs for another recipe stops."""
+    """Cast to `recipe` and measure it. Work for another recipe is stopped."""
 
     recipe: Recipe
 
 
 class FollowRecipe(Message, frozen=True):
-    """Take over another recipe that plans the same; measure it only where the one in force has no figures."""
+    """Replace the current recipe by one with the same plan. It is measured only if the current recipe has no figures."""
 
     recipe: Recipe
 
 
 class SetSettings(Message, frozen=True):
-    """Run candidates with these settings from now on, and measure the recipe in force again."""
+    """Run candidates with these settings from now on, and measure the current recipe again."""
 
     settings: RunSettings
 
 
 class Pause(Message, frozen=True):
-    """Hold a scan where it is, or resume it."""
+    """Pause the scan, or resume it."""
 
     paused: bool
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones; with a name, only those of that name. The recipe stays: its casts are
-    completed at the next command.
+    """Stop the running command and drop the waiting ones; with a name, only those of that name. The recipe stays the same, and the
+    next command completes its casts.
     """
 
     name: str | None = None
@@ -70,22 +70,22 @@ class Cancel(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """Runs for the recipe that is in force when it begins.
-
-    rank: commands of a lower rank run first. once: asked for again while it waits, it runs once. needs_model: it can't run
-    on a checkpoint's files alone. finishes: only the user stops it, no newer command.
-    """
+    """A command that the worker's thread runs, for the recipe that is current when it begins."""
 
     name: ClassVar[JobName]
     rank: ClassVar[int] = 3
+    """Commands of a lower rank run first."""
     once: ClassVar[bool] = True
+    """A newer command of this type replaces one that still waits."""
     needs_model: ClassVar[bool] = True
+    """It can't run on the files of a checkpoint alone."""
     finishes: ClassVar[bool] = False
+    """Only the user can stop it; a newer command can't."""
 
 
 class SetInputs(Command, frozen=True):
-    """Run on the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. What runs for the old ones
-    stops; it runs again where the new ones are refused.
+    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. Work on the old inputs stops; it
+    runs again if the new inputs are refused.
     """
 
     name = "inputs"
@@ -94,48 +94,47 @@ class SetInputs(Command, frozen=True):
 
 
 class Measure(Command, frozen=True):
-    """Cast to the recipe in force and measure its drift.
-
-    read_values: without a live model, count lost values however many bytes must be read. in_full: run all inputs, however precise
-    the figures are before that, and compare all rows of the modules' outputs; a measurement under way goes on to that.
-    """
+    """Cast to the current recipe and measure its drift."""
 
     name = "measure"
     rank = 1
     needs_model = False
     read_values: bool = False
+    """Without a live model: count lost values however many bytes have to be read."""
     in_full: bool = False
+    """Run all inputs, and compare the outputs of modules over all of them. A measurement that already runs is extended to that."""
 
 
 class ApplyRecipe(Command, frozen=True):
-    """Cast to the recipe in force without measuring it."""
+    """Cast to the current recipe without measuring it."""
 
     name = "recipe"
     rank = 2
 
 
 class FollowUp(Command, frozen=True):
-    """A part of a measurement that comes after its figures, or without them. To the user it is still the measurement."""
+    """A later part of a measurement. To the user it is still the same measurement."""
 
     rank = 2
 
 
 class FindNonfinite(FollowUp, frozen=True):
-    """Find why the measured output is not finite, and what makes it finite."""
+    """Find why the measured output is not finite, and a rule that makes it finite."""
 
     name = "nonfinite"
     report: dtype_engine.results.drift.DriftReport
 
 
 class FindLossRemedy(FollowUp, frozen=True):
-    """Find the rules that keep the values which the casts lose. `report`: None where the model can't be run."""
+    """Find rules that keep the values which the casts lose."""
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None
+    """The drift of the recipe; None where the model can't be run."""
 
 
 class CountStoredLosses(FollowUp, frozen=True):
-    """Count from the files what the casts lose, where there is no live model."""
+    """Count the values that the casts lose from the files, where there is no live model."""
 
     name = "losses"
     needs_model = False
@@ -143,7 +142,7 @@ class CountStoredLosses(FollowUp, frozen=True):
 
 
 class MeasureFloor(FollowUp, frozen=True):
-    """Measure the reference against itself, once for the inputs in use, while there is nothing else to do."""
+    """Measure the noise floor, once for each set of inputs, while there is nothing else to do."""
 
     name = "floor"
     rank = 4
@@ -156,7 +155,7 @@ class TraceCasts(Command, frozen=True):
 
 
 class AttributeDrift(Command, frozen=True):
-    """Run each module cast by itself: which modules does the drift arise in?"""
+    """Cast one module at a time, to find the modules in which the drift arises."""
 
     name = "causes"
 
@@ -175,25 +174,23 @@ class Generate(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan; a newer recipe is measured in between.
-
-    keep: what is done is kept in a file of the engine's machine, and the same scan goes on from that, whichever engine it was.
-    """
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts it to be measured."""
 
     name = "scan"
     dtypes: tuple[str, ...]
     keep: bool = False
+    """Save the scan to a file on the engine's machine, from which a later engine can resume it."""
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure these recipes, whatever recipe is in force; a newer recipe is measured in between."""
+    """Measure these recipes, none of which becomes the current one. A newer recipe interrupts this and is measured first."""
 
     name = "recipes"
     recipes: tuple[Recipe, ...]
 
 
 class InspectWeight(Command, frozen=True):
-    """Read one tensor's values: exponents, and the error of a cast to each target."""
+    """Read one tensor's values, and report their exponents and the error of a cast to each target dtype."""
 
     name = "values"
     once = False
@@ -203,7 +200,7 @@ class InspectWeight(Command, frozen=True):
 
 
 class Save(Command, frozen=True):
-    """Write what is requested, for the recipe that was in force when it was."""
+    """Write what `request` names, for the recipe that was current when it was requested."""
 
     name = "write"
     once = False
@@ -230,4 +227,4 @@ FromTheApp = (
     | MeasureRecipes
     | InspectWeight
 )
-"""What the app asks for, class by class; all other commands follow from it."""
+"""The requests that the app sends. The worker makes all other commands itself."""

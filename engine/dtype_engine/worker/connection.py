@@ -1,4 +1,4 @@
-"""How an engine in another process is started, and one connection to it: its standard input and output."""
+"""Starts an engine in another process, and connects to it through its standard input and output."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from dtype_engine.worker.message import Message
 
 COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
-"""The engine of this machine. `-P`: no file of the working directory stands in for a library."""
+"""The command that starts an engine on this machine. With `-P` no file of the working directory can replace a library."""
 
 
 THIS_MACHINE = "the engine"
-"""What messages call an engine that needs no name: there is one, and it is here."""
+"""The name of the engine on this machine in messages to the user."""
 SESSION = "{session}"
-"""Stands in a command's arguments for what a lingering engine is found by again."""
+"""The placeholder in a command's arguments for the token with which a lingering engine is found again."""
 _KEPT_OF_STDERR = 4096
 ENGINE_ENDED = 70
-"""Exit status of `dtype-engine stdio` where the lingering engine that it led to has ended by itself."""
+"""The exit status of `dtype-engine stdio` where the lingering engine that it connects to has ended."""
 
 
 class NoAnswer(UserError):
-    """What was started ended without a word of dtype-engine's. status: its exit status, None where it still runs."""
+    """The process that was started sent nothing of dtype-engine's. status: its exit status, None where it still runs."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -45,30 +45,29 @@ class NoAnswer(UserError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How to start an engine.
-
-    arguments: with SESSION in them, it outlives a connection, and answers the same command again. name: what messages call it.
-    compressed: its events come compressed. unattended: the arguments while the screen is open and nobody can be asked for a
-    password; empty for the same as ever.
-    """
+    """How to start an engine."""
 
     arguments: Sequence[str] = COMMAND
+    """With SESSION in them, the engine outlives its connection, and the same command connects to it again."""
     name: str = THIS_MACHINE
+    """The name of the engine in messages to the user."""
     compressed: bool = False
+    """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
+    """The arguments while the screen is open, when the user can't be asked for a password. Empty: the same as `arguments`."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on this machine, and so writes where this process can."""
+        """Whether the engine runs on this machine, and so writes to the same files as this process."""
         return self.name == THIS_MACHINE
 
     @property
     def lingers(self) -> bool:
-        """Whether it outlives a connection."""
+        """Whether the engine outlives its connection."""
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Start it. session: letters and digits. attended: it may ask the user for a password. Raises UserError."""
+        """Start the engine. session: its token, letters and digits. attended: it may ask for a password. Raises UserError."""
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
             return start_process([word.replace(SESSION, session) for word in arguments], own_group=not attended)
@@ -77,12 +76,12 @@ class EngineCommand:
 
 
 def new_session() -> str:
-    """What one engine is found by again, and no other."""
+    """A new random token with which one engine can be found again."""
     return os.urandom(10).hex()
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process with pipes for all three streams. own_group: the terminal's signals are not meant for it. Raises OSError."""
+    """Start a process with pipes for all three streams. own_group: protect it from the terminal's signals. Raises OSError."""
     return subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,
@@ -94,7 +93,7 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
 
 
 def signal_words(number: int) -> str:
-    """What it may mean that a signal has ended an engine."""
+    """The probable reason why a signal has ended an engine."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     match number:
         case signal.SIGKILL:
@@ -107,7 +106,7 @@ def signal_words(number: int) -> str:
 
 
 class Connection:
-    """One running process with an engine behind its streams. Sending never blocks."""
+    """One running process that is an engine or leads to one. Sending never blocks."""
 
     def __init__(self, command: EngineCommand, process: subprocess.Popen[bytes]) -> None:
         from dtype_engine.worker.frames import FrameReader
@@ -128,11 +127,11 @@ class Connection:
 
     @property
     def process_id(self) -> int:
-        """The number of the process."""
+        """The process's id."""
         return self._process.pid
 
     def handshake(self) -> control.Hello:
-        """Wait for the engine's first message. Raises UserError where what answers is no engine of this version."""
+        """Wait for the engine's first message. Raises UserError where the process is not an engine of this version."""
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
@@ -142,8 +141,8 @@ class Connection:
             found = self.reader.find_mark(self._command.compressed)
             data = self.reader.next() if found else None
             if data is None:
-                said = self.last_words()
-                raise NoAnswer(f"{name}: {said}", self._process.poll(), said)
+                words = self.last_words()
+                raise NoAnswer(f"{name}: {words}", self._process.poll(), words)
             hello = messages.AnswerDecoder().decode(data)
             if not isinstance(hello, control.Hello):
                 raise WireError("it does not say hello")
@@ -167,8 +166,8 @@ class Connection:
         return hello
 
     def open_model(self, request: control.Open) -> str:
-        """Tell an engine that has none yet which model to open; its title. Raises UserError where the model, or a rule, means
-        nothing there.
+        """Open a model in a new engine. Returns its title. Raises UserError where there is no such model, or a rule matches
+        nothing.
         """
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
@@ -178,7 +177,7 @@ class Connection:
             data = self.reader.next()
             answer = messages.AnswerDecoder().decode(data) if data is not None else None
             if not isinstance(answer, control.Opened):
-                raise UserError(f"{self._command.name}: it says nothing of the model: {self.last_words()}")
+                raise UserError(f"{self._command.name}: it did not open the model: {self.last_words()}")
         except (UserError, WireError) as error:
             self.end(0.0)
             raise UserError(str(error)) from None
@@ -188,7 +187,7 @@ class Connection:
         return answer.title
 
     def send(self, request: Message) -> None:
-        """Send a request, soon."""
+        """Queue a request to be sent by another thread."""
         from dtype_engine.worker.messages import encode_request
 
         data = encode_request(request)
@@ -199,7 +198,7 @@ class Connection:
         self._process.kill()
 
     def end(self, seconds: float) -> int:
-        """Close the engine's input, wait so long for its end, then end it; the exit status, negative for a signal's number."""
+        """Close the engine's input, wait up to `seconds`, then kill it. Returns the exit status, or minus the signal's number."""
         self._outgoing.put(None)
         try:
             status = self._process.wait(seconds)
@@ -211,16 +210,16 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """How it ended, if it has, and the last line that it wrote to standard error."""
+        """How the process ended, if it has, and the last line that it wrote to standard error."""
         try:
-            status: int | None = self._process.wait(1.0)  # its output ends a moment before it does
+            status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:
             status = None
         ended = f"it ended with status {status}" if status is not None else "it does not answer"
         return f"{ended}: {line}" if (line := self.last_line()) else ended
 
     def last_line(self) -> str:
-        """The last line that it wrote to standard error; empty where there is none."""
+        """The last line that the process wrote to standard error; empty where there is none."""
         self._threads[1].join(0.5)
         lines = self._stderr.decode(errors="replace").strip().splitlines()
         return printable(lines[-1], 200) if lines else ""
@@ -231,7 +230,7 @@ class Connection:
             while (data := self._outgoing.get()) is not None:
                 try:
                     stream.write(data)
-                except OSError:  # the reader sees the end, too
+                except OSError:  # the thread that reads notices that the process has ended
                     return
 
     def _read_stderr(self) -> None:

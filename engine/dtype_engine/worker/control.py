@@ -1,4 +1,4 @@
-"""What the two processes say about their connection, and what the app asks an engine besides commands."""
+"""The messages about a connection between two processes, and the app's requests that are not commands."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.worker.message import Message
 
 PROTOCOL = 3
-"""Changes with every message that changes."""
+"""The version of the protocol. Increase it whenever a message changes."""
 
 
 class Hello(Message, frozen=True):
@@ -16,57 +16,57 @@ class Hello(Message, frozen=True):
     protocol: int
     version: str
     missing: tuple[str, ...] = ()
-    """Packages that it needs and does not have."""
+    """Packages that the engine needs and that are not installed."""
     requests: int = 0
-    """How many it has had, after `Open`."""
+    """How many requests the engine has received since `Open`."""
     is_open: bool = False
-    """It has a model from an earlier connection."""
+    """Whether the engine has a model from an earlier connection."""
 
 
 class Open(Message, frozen=True):
-    """The app's first message to a new engine: what `Worker` is made of."""
+    """The app's first message to a new engine: the arguments of its `Worker`."""
 
     model: str | None
-    """As on the command line."""
+    """MODEL as on the command line."""
     options: Options
     read_headers: bool
     recipe: Recipe = Recipe()
-    """Rules that are refused, and the model with them, where one takes nothing."""
+    """If one of its rules matches nothing, the engine refuses to open the model."""
 
 
 class Resume(Message, frozen=True):
-    """The app's first message to an engine that it had before."""
+    """The app's first message after it has reconnected to an engine."""
 
     received: int
-    """How many events the app has had of it."""
+    """How many events the app has received from this engine."""
 
 
 class Opened(Message, frozen=True):
-    """The engine's answer to `Open`: what MODEL means there, or why it means nothing."""
+    """The engine's answer to `Open`: the title of the model, or why it can't be opened."""
 
     title: str
     refusal: str = ""
 
 
 class Acknowledge(Message, frozen=True):
-    """The engine need not keep the events that the app has had."""
+    """Says that the engine need not keep the events that the app has received."""
 
     received: int
-    """How many these are."""
+    """How many events the app has received from this engine."""
 
 
 class PlanExport(Message, frozen=True):
-    """`Engine.plan_export`."""
+    """Requests what `Engine.plan_export` emits."""
 
 
 class CheckPath(Message, frozen=True):
-    """`Engine.check_path`."""
+    """Requests what `Engine.check_path` emits."""
 
     path: str
 
 
 class Close(Message, frozen=True):
-    """End: the app will not come back."""
+    """Ends the engine, because the app will not reconnect."""
 
 
 FromTheApp = Open | Resume | Acknowledge | PlanExport | CheckPath | Close

@@ -1,4 +1,4 @@
-"""What the app asks of an engine, wherever it runs: a thread of this process, another process, another machine."""
+"""The interface of an engine, which may run in a thread of this process, in another process or on another machine."""
 
 from __future__ import annotations
 
@@ -11,42 +11,40 @@ if TYPE_CHECKING:
 
 
 class Engine(ABC):
-    """Every method returns at once; events tell what came of it."""
+    """An engine for the app. Every method returns at once, and events report the result."""
 
     can_restart: ClassVar[bool] = False
-    """Whether `restart` ends what runs, however deep in a kernel it is, and opens the model anew."""
+    """Whether `restart` works. It ends even a computation that can't be cancelled, and opens the model again."""
 
     @property
     def host(self) -> str:
-        """Where it writes exports and reports, as the user calls it; empty for this machine."""
+        """The name of the machine to which exports and reports are written; empty for this machine."""
         return ""
 
     @abstractmethod
     def start(self) -> None:
-        """Begin to open the model."""
+        """Start opening the model."""
 
     @abstractmethod
     def request(self, request: Request) -> None:
-        """Put a command in the queue, or change the queue (see `commands`)."""
+        """Add a command to the queue, or change the queue (see `commands`)."""
 
     @abstractmethod
     def save(self, request: SaveRequest) -> None:
-        """Write what is requested, of the recipe in force now. Only `Cancel` stops it."""
+        """Write what `request` names, for the current recipe. Only `Cancel` stops it."""
 
     @abstractmethod
     def plan_export(self) -> None:
-        """Emit what an export of the recipe in force would write. This is arithmetic: it waits for the model to be open and for
-        nothing else.
-        """
+        """Emit what an export of the current recipe would write, once the model is open. This does not wait for commands."""
 
     @abstractmethod
     def check_path(self, path: str) -> None:
-        """Emit whether something is where it would write. This waits for nothing."""
+        """Emit whether a path is taken on the machine that would write there. This does not wait for anything."""
 
     @abstractmethod
     def close(self) -> None:
         """Stop everything."""
 
     def restart(self) -> None:
-        """End the engine and start another, with the recipe, the settings and the inputs in force. Only where `can_restart`."""
+        """End the engine and start another with the current recipe, settings and inputs. Only where `can_restart`."""
         raise RuntimeError("an engine in this process can't be started again")

@@ -1,10 +1,10 @@
-"""Everything the worker says, on one page.
+"""All events that the worker emits.
 
-Events come in order, from the worker's threads. Those that speak of a recipe carry it: what a pane shows
-belongs to the recipe in force, or is not shown.
+Events come in order, from the worker's threads. An event about a recipe contains that recipe, so that a pane can ignore events
+about any recipe but the current one.
 
-Annotations name classes of `dtype_engine.results` in full and import none of them: data classes take milliseconds to be made, and
-the first paint needs no figure. `messages.py`, where msgspec looks them up, imports them.
+Annotations name classes of `dtype_engine.results` in full and do not import them: making data classes takes milliseconds, and the
+first paint needs none of them. `messages.py`, where msgspec looks them up, imports them.
 """
 
 from __future__ import annotations
@@ -31,61 +31,61 @@ if TYPE_CHECKING:
 
 
 class Event(Message, frozen=True):
-    """Something that the worker says."""
+    """The base class of all events."""
 
 
 class LoadingProgress(Event, frozen=True):
-    """The model is being opened; `step` says what is done now, in a few words. About `done` of `total` of the whole is done; a
-    total of 0: that is not known.
-    """
+    """The model is being opened. About `done` of `total` is done; a total of 0 means that this is not known."""
 
     step: str
+    """The current step in a few words."""
     done: int = 0
     total: int = 0
 
 
 class HeadersRead(Event, frozen=True):
-    """All headers of the checkpoint are read; `tree` takes the place of what was seen at first glance."""
+    """All headers of the checkpoint are read. `tree` replaces the tree that the app has read from some of them."""
 
     tree: Tree
     notices: tuple[str, ...] = ()
 
 
 class ModelReady(Event, frozen=True):
-    """The live model is there. `tree` knows classes, ties and buffers; `no_forward` says why it can't be run, if so."""
+    """The model is loaded."""
 
     tree: Tree
+    """It has the module classes, ties and buffers."""
     class_name: str
     device: str
     seconds: float
     inputs: str
     notices: tuple[str, ...]
     no_forward: str | None = None
+    """Why the model can't be run; None where it can."""
 
 
 class InputsReady(Event, frozen=True):
-    """What the model is run on from now on; all that was measured before was on other inputs."""
+    """The inputs that the model is run on from now on. Earlier measurements were made on other inputs."""
 
-    reading: dtype_engine.results.inputs.InputsSummary
+    summary: dtype_engine.results.inputs.InputsSummary
 
 
 class InputsRefused(Event, frozen=True):
-    """Inputs that were asked for do not fit, or can't be read: those before stay in force."""
+    """New inputs do not fit the model or can't be read, so the inputs before stay in use."""
 
     message: str
 
 
 class OpenFailed(Event, frozen=True):
-    """The model could not be opened. The tree of the headers, if there was one, is all there will be, unless that with the
-    module classes follows.
-    """
+    """The model could not be opened, so there is at most the tree of its headers."""
 
     message: str
     classes_follow: bool = False
+    """Whether a `HeadersRead` with the module classes follows."""
 
 
 class CastingProgress(Event, frozen=True):
-    """Tensors are being cast, `done` of `total`."""
+    """The tensors are being cast: `done` of `total`."""
 
     recipe: Recipe
     done: int
@@ -93,59 +93,59 @@ class CastingProgress(Event, frozen=True):
 
 
 class CastDone(Event, frozen=True):
-    """Every tensor now has its planned dtype, where there is a live model; `lost` has those whose values did not all survive,
-    None where that was not looked for, and `reason` says why."""
+    """If there is a live model, all its tensors now have their planned dtypes."""
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
+    """The tensors whose cast loses values; None where that was not counted."""
     reason: str = ""
+    """Why that was not counted."""
 
 
 class LossRemedyFound(Event, frozen=True):
-    """The rules that keep the values which the recipe loses, and the drift without and with them."""
+    """Rules that keep the values which the recipe loses, and the drift without and with them."""
 
     recipe: Recipe
     found: dtype_engine.results.attribution.LossRemedy
 
 
 class MeasuringProgress(Event, frozen=True):
-    """A measurement is under way: its pass now is `run`, "reference" or "candidate"; `done` of `total` elements of the inputs, over
-    all passes that are to be run.
-    """
+    """A measurement is running. `done` of `total` elements of the inputs are done, counted over all its passes."""
 
     recipe: Recipe
     run: str
+    """The pass that runs now: "reference" or "candidate"."""
     done: int
     total: int
 
 
 class WorkingProgress(Event, frozen=True):
-    """Something else that takes time is under way: `what`, in a few words, and `done` of `total` steps of it."""
+    """Another long command is running, and has done `done` of `total` steps."""
 
     recipe: Recipe
     what: str
+    """The current step in a few words."""
     done: int
     total: int
 
 
 class ModulesMeasured(Event, frozen=True):
-    """Drift of some modules as the candidate's pass goes by, over the inputs so far. A module's newer reading replaces its
-    older one."""
+    """The drift of some modules over the inputs that were run so far. Newer figures of a module replace its older ones."""
 
     recipe: Recipe
     modules: tuple[dtype_engine.results.drift.ModuleDrift, ...]
 
 
 class OutputMeasured(Event, frozen=True):
-    """Drift of the main output over the sequences of a measurement that were run so far; `settings` are those it is run with."""
+    """The drift of the main output over the sequences that a running measurement has done so far, with its settings."""
 
     recipe: Recipe
     settings: RunSettings
-    reading: dtype_engine.results.drift.PartialDrift
+    drift: dtype_engine.results.drift.PartialDrift
 
 
 class Measured(Event, frozen=True):
-    """A measurement is complete, or as precise as was asked for; `settings` are those it was run with."""
+    """A measurement is complete, or has reached the wanted precision. `settings` are those that it was run with."""
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
@@ -153,56 +153,56 @@ class Measured(Event, frozen=True):
 
 
 class NoiseFloorMeasured(Event, frozen=True):
-    """The drift of the reference against itself, over the inputs in use."""
+    """The noise floor, measured over the current inputs."""
 
     floor: dtype_engine.results.attribution.NoiseFloor
 
 
 class NonfiniteFound(Event, frozen=True):
-    """Why the output just measured is not finite, and what mends it."""
+    """Why the output that was measured is not finite, and a rule that makes it finite."""
 
     recipe: Recipe
     found: dtype_engine.results.attribution.NonFiniteDiagnosis
 
 
 class AttributionReady(Event, frozen=True):
-    """Which modules the drift arises in, as asked for."""
+    """The modules in which the drift arises: the answer to `AttributeDrift`."""
 
     recipe: Recipe
     report: dtype_engine.results.attribution.AttributionReport
 
 
 class ImplicitCastsTraced(Event, frozen=True):
-    """The implicit casts of one forward pass, as asked for."""
+    """The implicit casts of one forward pass: the answer to `TraceCasts`."""
 
     recipe: Recipe
     casts: tuple[dtype_engine.results.drift.ImplicitCastStats, ...]
 
 
 class Generated(Event, frozen=True):
-    """What reference and candidate wrote, as asked for."""
+    """The texts that reference and candidate generated: the answer to `Generate`."""
 
     recipe: Recipe
     texts: tuple[dtype_engine.results.runs.Generation, ...]
 
 
 class SpeedMeasured(Event, frozen=True):
-    """How long forward passes take, as asked for."""
+    """How long forward passes take: the answer to `MeasureSpeed`."""
 
     recipe: Recipe
     report: dtype_engine.results.runs.SpeedReport
 
 
 class WeightInspected(Event, frozen=True):
-    """The values of one tensor, as asked for."""
+    """Statistics of one tensor's values: the answer to `InspectWeight`."""
 
     recipe: Recipe
     name: str
-    reading: dtype_engine.results.weights.WeightStats
+    stats: dtype_engine.results.weights.WeightStats
 
 
 class ExportPlanned(Event, frozen=True):
-    """What an export of this recipe would write; `plan` is None where it can't be exported, and `reason` says why."""
+    """What an export of this recipe would write. `plan` is None where it can't be exported; `reason` then says why."""
 
     recipe: Recipe
     plan: ExportPlan | None
@@ -210,7 +210,7 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Whether a file, or a folder that is not empty, is at a path of the engine's machine; `reason` says why nothing can be."""
+    """Whether a path on the engine's machine is taken by a file or a folder with files. `reason`: why it can't be written."""
 
     path: str
     taken: bool
@@ -218,25 +218,28 @@ class PathChecked(Event, frozen=True):
 
 
 class SavingProgress(Event, frozen=True):
-    """Something is being written: `what`, in a few words, and `done` of `total` bytes. Heard whatever recipe is in force by now."""
+    """A save is running, and has written `done` of `total` bytes. The app shows this whatever the current recipe is."""
 
     recipe: Recipe
     what: str
+    """The current step in a few words."""
     done: int
     total: int
 
 
 class Saved(Event, frozen=True):
-    """What was asked to be written is there, or is not (`done`), and the sentence says what and where, or why not."""
+    """A save has ended."""
 
     recipe: Recipe
     done: bool
+    """Whether everything was written."""
     sentence: str
+    """What was written and where, or why nothing was."""
     notices: tuple[str, ...] = ()
 
 
 class Composed(Event, frozen=True):
-    """The text of a file that whoever asked for it writes, on another machine than the engine's."""
+    """The text of a file that the app writes, because it runs on another machine than the engine."""
 
     recipe: Recipe
     text: str
@@ -244,84 +247,84 @@ class Composed(Event, frozen=True):
 
 
 class ScanUpdated(Event, frozen=True):
-    """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
+    """The estimates of a scan so far, which belong to no recipe. `finished`: all of its inputs were run."""
 
     report: dtype_engine.results.scan.ScanReport
     finished: bool
 
 
 class RecipeMeasured(Event, frozen=True):
-    """One of several recipes was measured, whichever is in force; `settings` are those it was run with."""
+    """One of several recipes was measured, which need not be the current one. `settings` are those that it was run with."""
 
     report: dtype_engine.results.drift.DriftReport
     settings: RunSettings = RunSettings()
 
 
 class Noticed(Event, frozen=True):
-    """Something that the user should know of what is under way."""
+    """A note to the user about the running command."""
 
     message: str
 
 
 class Failed(Event, frozen=True):
-    """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
+    """The measurement of this recipe ended in an error; the session goes on."""
 
     recipe: Recipe
     message: str
     module: str | None = None
+    """The module that caused the error, if one did."""
 
 
 class Refused(Event, frozen=True):
-    """What was asked for can't be done, or failed; nothing that was measured is less true for it. `job`: its name, or that of the
-    part of a measurement, after its figures, that failed (see `commands.JobName`).
-    """
+    """A command can't be run, or it failed. The figures that were measured before stay valid."""
 
     job: JobName
+    """The command, or the part of a measurement after its figures, that failed."""
     message: str
 
 
 class Stopped(Event, frozen=True):
-    """The user stopped `job` (None where nothing had begun), and what waited was `dropped` with it (a newer command that supersedes
-    something says nothing).
-    """
+    """The user stopped a command. Nothing is emitted where a newer command supersedes an older one."""
 
     recipe: Recipe
     job: JobName | None
+    """The command that ran; None where none did."""
     dropped: tuple[JobName, ...] = ()
+    """The commands that waited and were dropped."""
 
 
 class Jobs(Event, frozen=True):
-    """What is under way ("" while nothing) and what waits, in its order, by their `commands.JobName`. Emitted when it changes."""
+    """The command that runs ("" where none does) and those that wait, in their order. Emitted when this changes."""
 
     running: JobName | Literal[""]
     waiting: tuple[JobName, ...]
 
 
 class Memory(Event, frozen=True):
-    """Memory now; about four times a second while work goes on, and once when it ends."""
+    """The memory in use. Emitted about four times a second while a command runs, and once when it ends."""
 
     recipe: Recipe
-    reading: dtype_engine.results.memory.MemoryStats
+    stats: dtype_engine.results.memory.MemoryStats
 
 
 class Idle(Event, frozen=True):
-    """Nothing is under way."""
+    """No command runs or waits."""
 
 
 class EngineEnded(Event, frozen=True):
-    """The engine's process is gone, with what it was doing; `message` says why. `Engine.restart` starts another."""
+    """The engine's process has ended, and its work is lost; `message` says why. `Engine.restart` starts another."""
 
     message: str
 
 
 class EngineLost(Event, frozen=True):
-    """The connection to the engine is cut; it goes on with what it does, and is looked for until it is there again."""
+    """The connection to the engine is cut. The engine goes on working, and the app tries to reconnect."""
 
     message: str
 
 
 class EngineBack(Event, frozen=True):
-    """The engine is connected again; what it told meanwhile follows."""
+    """The engine is connected again. The events that it emitted in the meantime follow."""
 
 
 REPLACEABLE = (
@@ -335,11 +338,11 @@ REPLACEABLE = (
     Jobs,
     ScanUpdated,
 )
-"""Events that say how things stand: only the newest of a type counts."""
+"""Events that report a current state, so that only the newest of each type matters."""
 
 
 def is_opened(event: Event) -> bool:
-    """Whether nothing more of the model's opening follows: what was imported and made is there to stay, or the engine is gone."""
+    """Whether the opening of the model has ended, successfully or not, so that no more long-lived objects are made."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

@@ -1,4 +1,4 @@
-"""Messages on a stream of bytes: after a mark, each as its length (4 bytes, big-endian) and its bytes; compressed where asked."""
+"""Messages in a stream of bytes: first a mark, then for each message its length (4 bytes, big-endian) and its bytes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 MARK = b"\0dtype-engine\0"
 MOST_BYTES = 16 << 20
-"""Bytes of the longest message that is read."""
+"""The most bytes that a message may have."""
 _MOST_BEFORE_THE_MARK = 1 << 20
 
 
 class WireError(Exception):
-    """What arrived is not what the other end of this version sends."""
+    """The other end sent something that this version does not send."""
 
 
 class FrameReader:
-    """Messages of a stream. read: some bytes, at most so many, as soon as there are any; none at the end."""
+    """Reads the messages of a stream. read: returns at most so many bytes as soon as there are any, and none at the end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -25,7 +25,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Pass over what a login shell may print before the mark; False where the stream ends first. Raises WireError."""
+        """Skip what a login shell may print before the mark. Returns False where the stream ends first. Raises WireError."""
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:
                 raise WireError("its first megabyte has no mark of dtype-engine")
@@ -68,7 +68,7 @@ class FrameReader:
             self._buffer += data
             return
         try:
-            while data:  # in pieces: a few bytes may stand for very many
+            while data:  # in pieces, because a few bytes may decompress to very many
                 self._buffer += self._decompressor.decompress(data, MOST_BYTES)
                 data = self._decompressor.unconsumed_tail
                 if len(self._buffer) > 2 * MOST_BYTES:
@@ -78,14 +78,14 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages. write: all of the bytes; raises OSError where the other end is gone."""
+    """Writes messages. write: writes all of its bytes, and raises OSError where the other end is gone."""
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
         self._write = write
         self._compressor = zlib.compressobj() if compressed else None
 
     def mark(self) -> None:
-        """Write what stands before the first message."""
+        """Write the mark that precedes the first message."""
         self._write(MARK)
 
     def put(self, message: bytes) -> None:

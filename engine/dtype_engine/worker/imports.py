@@ -1,4 +1,4 @@
-"""torch, imported ahead of what needs it: it takes longer than everything else before the first figure."""
+"""Imports torch early in another thread, because the import takes longer than anything else before the first figure."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ _thread: threading.Thread | None = None
 
 
 def begin_imports() -> None:
-    """Import torch, and all of the engine that needs it, in a thread of its own. What can't be imported is reported by the opening
-    of a model.
-    """
+    """Import torch, and what needs it, in another thread. An import that fails is reported when a model is opened."""
     global _thread
     _thread = threading.Thread(target=_import, name="dtype-engine-imports", daemon=True)
     _thread.start()
 
 
 def finish_imports() -> None:
-    """Wait for what `begin_imports` began: of two threads in one package's imports, one can see half a module."""
+    """Wait for the thread of `begin_imports`: if two threads import one package, one of them can see a partly imported module."""
     if _thread is not None:
         _thread.join()
 

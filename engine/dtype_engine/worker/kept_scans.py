@@ -1,4 +1,4 @@
-"""Scans that outlive the engine: each goes on where it was, after a crash, in another session, on this machine."""
+"""Scans that are saved on the engine's machine, so that a later engine can resume them, even after a crash."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MOST_KEPT = 20
 
 
 def kept_scans_folder() -> Path:
-    """Where they are, for this user."""
+    """The folder with this user's saved scans."""
     return state_folder() / "scans"
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
-    """Save a scan after every sequence from now on, and go on from what was saved of the same one: of the same weights, inputs and
-    dtypes, by the same versions. `on_unsaved` is told, once, why it can't be saved; it goes on without.
+    """Save a scan after every sequence from now on, and resume it from the saved scan of the same weights, inputs, dtypes and
+    library versions. Where it can't be saved, `on_unsaved` gets the reason once, and the scan goes on unsaved.
     """
     if scan.save is not None:
         return
@@ -40,14 +40,14 @@ def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
         return
     try:
         scan.keep_in(path, on_unsaved)
-    except UserError:  # damaged: there is nothing to go on from
+    except UserError:  # the saved scan is damaged, so this one starts at the beginning
         with contextlib.suppress(OSError):
             path.unlink()
         scan.save, scan.on_unsaved = path, on_unsaved
 
 
 def _prune(folder: Path) -> None:
-    """Remove all but those written last."""
+    """Remove the oldest files, and leave the `MOST_KEPT` that were written last."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in files[MOST_KEPT:]:
         file.unlink(missing_ok=True)

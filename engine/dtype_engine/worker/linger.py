@@ -1,8 +1,8 @@
-"""An engine that outlives a connection: it listens on a socket that nobody but its user can reach, and each connection has a relay
-between that socket and its own standard input and output.
+"""An engine that outlives its connections. It listens on a socket that only its user can reach; for each connection a relay process
+copies between that socket and its own standard input and output.
 
-The folder of the sockets may be entered by its owner alone. A running engine holds a lock on its log, so that one that has ended
-is known without a word to it.
+Only its owner may enter the folder of the sockets. A running engine holds a lock on its log file, so a relay can find out whether
+the engine still runs without connecting to it.
 """
 
 from __future__ import annotations
@@ -35,41 +35,42 @@ _POLL_S = 0.5
 
 
 def engines_folder() -> Path:
-    """Where the sockets of this user's engines are."""
+    """The folder with the sockets of this user's engines."""
     return state_folder() / "engines"
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:
-    """Connect standard input and output to the engine of a session; where there is none, start it. The exit status.
+    """Connect standard input and output to the engine of a session, and start the engine if it does not run. Returns the exit
+    status.
 
-    Raises UserError where the folder of the sockets is not the user's alone.
+    Raises UserError where other users may enter the folder of the sockets.
     """
     started_in = os.getcwd()
     folder = engines_folder()
-    _enter(folder)  # names in it are short: the path of a socket may have a hundred characters
+    _enter(folder)  # relative names are short, and the path of a socket may have only about a hundred characters
     try:
         connection, child = _reach(session, started_in, linger_s, compressed)
     except OSError as error:
         raise UserError(f"can't make a socket in {folder}: {error.strerror or error}") from None
     threading.Thread(target=_copy_input, args=(connection,), name="dtype-relay-in", daemon=True).start()
-    with contextlib.suppress(OSError):  # either end is gone
+    with contextlib.suppress(OSError):  # one of the two ends is gone
         while data := connection.recv(_CHUNK):
             write_all(1, data)
     connection.close()
     until = time.monotonic() + _END_WAIT_S
     while _is_running(session):
         if time.monotonic() > until:
-            return 0  # a newer connection has taken this one's place
+            return 0  # a newer connection has replaced this one
         time.sleep(0.05)
     print(_last_words(session, child), file=sys.stderr)
     with _folder_locked():
         if not _is_running(session):
-            _remove(session)  # one that was killed could not
+            _remove(session)  # an engine that was killed could not do so itself
     return ENGINE_ENDED
 
 
 def _enter(folder: Path) -> None:
-    """Make a folder the working directory; it is made where there is none. Raises UserError where others may enter it."""
+    """Make a folder the working directory, creating it if needed. Raises UserError where other users may enter it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -87,7 +88,7 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """A connection to the engine of a session, and its process where it was started for this."""
+    """Connect to the engine of a session. Returns the connection, and the engine's process if this call started it."""
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -104,7 +105,7 @@ def _reach(
 
 @contextlib.contextmanager
 def _folder_locked() -> Iterator[None]:
-    """Of two relays at once, one starts the engine."""
+    """Lock the working directory for the block, so that only one of two relays starts the engine."""
     lock = os.open(".", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -123,7 +124,7 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that no hang-up reaches, with a listening socket and a locked log."""
+    """Start an engine that survives a hang-up, with a listening socket and a locked log file."""
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -143,7 +144,7 @@ def _start(
 
 
 def _is_running(session: str) -> bool:
-    """Whether somebody holds the lock of the session's engine."""
+    """Whether the engine of a session runs, which is when it holds the lock on its log file."""
     try:
         log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -158,14 +159,14 @@ def _is_running(session: str) -> bool:
 
 
 def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
-    """Why the engine of a session has ended, as far as that can be known."""
+    """Why the engine of a session has ended, as far as that is known."""
     if child is not None and (status := child.wait()) < 0:
         return signal_words(-status)
     try:
         lines = Path(f"{session}.log").read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return printable(lines[-1], 200) if lines else "it is there no more"
+    return printable(lines[-1], 200) if lines else "it no longer runs"
 
 
 def _copy_input(connection: socket.socket) -> None:
@@ -176,7 +177,7 @@ def _copy_input(connection: socket.socket) -> None:
 
 
 class _Listener:
-    """Takes connections; of two, the newer: a line that is dead may look alive for hours at this end."""
+    """Accepts connections. A new one replaces the current one, because a dead connection may seem alive here for hours."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -186,7 +187,7 @@ class _Listener:
         threading.Thread(target=self._accept, name="dtype-engine-listen", daemon=True).start()
 
     def next(self, seconds: float) -> socket.socket | None:
-        """The newest connection, None where none comes in so many seconds."""
+        """Wait for the next connection; None where there is none within so many seconds."""
         try:
             return self._arrived.get(timeout=seconds)
         except queue.Empty:
@@ -204,13 +205,13 @@ class _Listener:
 
 
 def close(connection: socket.socket) -> None:
-    """End a connection, whoever reads or writes it now."""
+    """End a connection, also for threads that are reading from it or writing to it."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Serve one connection after the other, until the app says that it is done or has been away for so long while nothing runs."""
+    """Serve one connection after another, until the app closes the engine or is away for `linger_s` seconds while it is idle."""
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
     server = EngineServer(keep=True)
@@ -233,21 +234,21 @@ def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
 
 
 def main() -> None:
-    """The lingering engine: a listening socket's number, the path of its files without their endings, and how long it lingers."""
+    """Run a lingering engine. Arguments: the descriptor of its socket, the path of its files without endings, seconds to linger."""
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    gc.disable()  # until the model is there: what is imported and loaded is long-lived
+    gc.disable()  # until the model is open, because what is imported and loaded is long-lived
     imports.begin_imports()
     try:
         with socket.socket(fileno=number) as listener:
             serve(listener, linger_s, "--compressed" in sys.argv[4:])
         os.unlink(f"{path}.log")
     except BaseException:
-        traceback.print_exc()  # to the log, of which the next relay tells the last line
+        traceback.print_exc()  # to the log, whose last line the next relay prints
     finally:
         with contextlib.suppress(OSError):
             os.unlink(f"{path}.socket")
-        os._exit(0)  # an import or a kernel may still run
+        os._exit(0)  # a normal exit would wait for an import or a kernel that still runs
 
 
 if __name__ == "__main__":

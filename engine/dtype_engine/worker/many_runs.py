@@ -1,4 +1,4 @@
-"""Work in many independent parts: scans, causes, several recipes. By workers, where the user asked for some, or by this engine."""
+"""Runs work of many independent parts (scans, causes, several recipes) by workers if the user wants them, else by this engine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs on the worker's thread alone, but for `close`."""
+    """Runs such work. Only `close` may be called from another thread than the worker's."""
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:
         self._model = model
         self._emit = emit
         self._workers: Workers | None = None
         self._measuring: MeasureRecipes | None = None
-        """The recipes that were measured last, all or some of them: stopped by something newer, they are gone on with."""
+        """The recipes of the last command: where it was stopped by a newer one and runs again, those in `_measured` are skipped."""
         self._measured: set[int] = set()
 
     def close(self) -> None:
@@ -41,19 +41,19 @@ class ManyRuns:
             self._workers.close()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
-        """Scan, or go on with that. Raises as `Session.scan`."""
+        """Start a scan or resume it. Raises as `Session.scan`."""
         from dtype_engine.runtime.scan.scan import Scan as ScanInParts
 
         def on_estimate(report: ScanReport) -> None:
             self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
 
-        self._emit(events.WorkingProgress(recipe, "scan", 0, 1))  # the reference runs before the first of its passes
+        self._emit(events.WorkingProgress(recipe, "scan", 0, 1))  # the reference runs before the first part
         task = session.scan_task(command.dtypes, None, False, None)
         assert isinstance(task, ScanInParts)
         if command.keep:
             from dtype_engine.worker.kept_scans import keep
 
-            keep(task, lambda why: self._emit(events.Noticed(f"{why}; the scan goes on, and is not kept")))
+            keep(task, lambda why: self._emit(events.Noticed(f"{why}; the scan goes on, but it is not saved")))
             if task.done and not task.finished:
                 on_estimate(task.report())
         with self._over(session, task.private_bytes, bool(task.pending())) as over:
@@ -64,15 +64,20 @@ class ManyRuns:
             else:
                 from dtype_engine.evaluation import work
 
-                before, told = len(task.done), self._told(recipe, "scan", over)
-                told(before, task.parts)
+                before, report_done = len(task.done), self._reporter(recipe, "scan", over)
+                report_done(before, task.parts)
                 report = work.scan(
-                    session, task, over, lambda what, done, total: told(before + done, task.parts), on_estimate, token
+                    session,
+                    task,
+                    over,
+                    lambda what, done, total: report_done(before + done, task.parts),
+                    on_estimate,
+                    token,
                 )
         self._emit(events.ScanUpdated(report, True))
 
     def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
-        """The causes of the drift of the recipe in force. Raises as `Session.causes`."""
+        """Find the modules in which the drift of the session's recipe arises. Raises as `Session.causes`."""
         with self._over(session, session.plan.planned_bytes) as over:
             if over is None:
                 return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)
@@ -80,10 +85,10 @@ class ManyRuns:
 
             by = plural(over.pool.workers, "worker")
             self._emit(events.WorkingProgress(recipe, f"causes: {by} and the reference", 0, 1))
-            return work.causes(session, over, self._told(recipe, "causes", over), token)
+            return work.causes(session, over, self._reporter(recipe, "causes", over), token)
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure several recipes; the one in force is in force again afterwards. Raises as `Session.drift`."""
+        """Measure several recipes, then cast to `recipe` again. Raises as `Session.drift`."""
         from dtype_engine.evaluation import work
 
         if command is not self._measuring:
@@ -92,27 +97,29 @@ class ManyRuns:
         wanted = [(command.recipes[index], session.settings) for index in indexes]
         count = len(command.recipes)
         with self._over(session, session.tree.stored_bytes) as over:
-            told = self._told(recipe, "recipes", over)
-            told(count - len(indexes), count)
+            report_done = self._reporter(recipe, "recipes", over)
+            report_done(count - len(indexes), count)
             try:
                 for at, report in work.drifts(session, wanted, over, token):
                     self._measured.add(indexes[at])
                     self._emit(events.RecipeMeasured(report, session.settings))
-                    told(len(self._measured), count)
+                    report_done(len(self._measured), count)
             finally:
                 session.use_recipe(recipe)
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """The workers; None for this engine. private: as in `Workers.pool`. Where they fail, the next work starts others."""
-        asked = self._model.options.workers
-        if asked is None or not needed:
+        """Gives the workers, or None for this engine. private: as in `Workers.pool`. Workers that fail are closed, and the next
+        work starts others.
+        """
+        workers = self._model.options.workers
+        if workers is None or not needed:
             yield None
             return
         from dtype_engine.evaluation.workers import Workers
 
         if self._workers is None:
-            self._workers = Workers(asked, lambda sentence: self._emit(events.Noticed(sentence)))
+            self._workers = Workers(workers, lambda sentence: self._emit(events.Noticed(sentence)))
         try:
             yield self._workers.over(session, self._model.source, private)
         except UserError:
@@ -128,11 +135,11 @@ class ManyRuns:
 
         return on_progress
 
-    def _told(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
-        """Emits `scan: 4 workers, 37 of 128`."""
+    def _reporter(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
+        """A callback that emits progress such as `scan: 4 workers, 37 of 128`."""
         by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
 
-        def told(done: int, total: int) -> None:
+        def report_done(done: int, total: int) -> None:
             self._emit(events.WorkingProgress(recipe, f"{what}: {by}{done} of {total}", done, total))
 
-        return told
+        return report_done

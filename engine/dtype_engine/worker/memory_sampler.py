@@ -15,7 +15,7 @@ _INTERVAL_S = 0.25
 
 
 class MemorySampler:
-    """Emits `Memory` four times a second from a thread of its own, as soon as there is a session and while it is `busy`."""
+    """Emits `Memory` four times a second from its thread, once there is a session and while the worker is `busy`."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()
@@ -26,15 +26,15 @@ class MemorySampler:
         self._lock = threading.Lock()
 
     def emit_now(self) -> None:
-        """Read and emit in one step: of two threads that do so, the last event is then the newest reading."""
+        """Emit the memory in use now. A lock makes the last event the newest measurement where two threads call this."""
         if (session := self.session) is not None:
             with self._lock:
                 self._emit(events.Memory(session.recipe, session.memory()))
 
     def close(self) -> None:
-        """End the thread soon."""
+        """Ask the thread to end."""
         self._closing.set()
-        self.busy.set()  # wakes it
+        self.busy.set()  # wakes the thread
 
     def _sample(self) -> None:
         while not self._closing.wait(_INTERVAL_S):

@@ -1,4 +1,4 @@
-"""What the app and the engine say to each other."""
+"""The base class of all messages between the app and the engine."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import msgspec
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A command or an event, in one process or between two. On the wire it is an array: the name of its class, then its fields."""
+    """A command or an event. Between processes it is encoded as an array: the name of its class, then the values of its fields."""

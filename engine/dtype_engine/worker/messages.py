@@ -1,8 +1,7 @@
-"""Messages as MessagePack, for an engine in another process.
+"""Encodes messages as MessagePack, for an engine in another process.
 
-Commands and events go as they are. A tree goes before its event, in parts of a few hundred tensors, so that none holds the
-interpreter for longer than a key may wait. Nothing that arrives is believed before its types are checked, and
-what they leave open by `checks.py`.
+A tree is sent before its event, in parts of a few hundred tensors, because decoding it in one piece would delay the handling of
+keys. Every message that arrives is checked: its types here, and what types can't express by `checks.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any, Literal, Union
 
 import msgspec
 
-# What annotations of messages name by `dtype_engine.results.…`: msgspec looks it up when a decoder is made.
+# Annotations of messages name classes as `dtype_engine.results.…`, and msgspec looks them up when a decoder is made.
 import dtype_engine.results.attribution
 import dtype_engine.results.drift
 import dtype_engine.results.inputs
@@ -36,9 +35,9 @@ from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
 
 _A_PART = 400
-"""Tensors, and modules, of a part of a tree."""
+"""The most tensors, and the most modules, in one part of a tree."""
 _LARGEST = 1 << 60
-"""Of the whole numbers in an event, bytes most of all."""
+"""The largest integer that is accepted in an event; the largest real ones are bytes."""
 
 
 _TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
@@ -55,17 +54,17 @@ _Tensor = tuple[
     tuple[str, ...],
     int | Literal["unknown"] | None,
 ]
-"""The values of these fields."""
+"""The values of the fields in `_TENSOR`."""
 
 
 class TreePart(Message, frozen=True):
-    """Some of a tree's tensors, and some of its modules."""
+    """Part of a tree: some of its tensors and some of its modules."""
 
     with_classes: bool
     """Whether the tree knows the modules' classes."""
     tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
-    """Name, class, and reason to stay in float32."""
+    """For each module its name, its class, and the reason why it must stay in float32."""
 
 
 Request = commands.FromTheApp | SaveRequest | control.FromTheApp
@@ -74,7 +73,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """msgspec's `enc_hook`: a tree has gone before its event."""
+    """msgspec's `enc_hook`. A tree becomes None in its event, because its parts are sent before."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -87,12 +86,12 @@ _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, d
 
 
 def encode_request(request: Message) -> bytes:
-    """One message of the app."""
+    """Encode one message from the app."""
     return _ENCODER.encode(request)
 
 
 def decode_request(data: bytes) -> Request:
-    """What `encode_request` was given. Raises WireError."""
+    """Decode what `encode_request` made. Raises WireError."""
     try:
         return _REQUESTS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -100,14 +99,14 @@ def decode_request(data: bytes) -> Request:
 
 
 def encode_answer(answer: Answer) -> Iterator[bytes]:
-    """The messages that one event takes: parts of a tree first, if it has one."""
+    """The messages that carry one event: first the parts of its tree, if it has one, then the event."""
     if isinstance(answer, events.HeadersRead | events.ModelReady):
         yield from _tree_parts(answer.tree)
     yield _ENCODER.encode(answer)
 
 
 class AnswerDecoder:
-    """Reads an engine's messages in their order, and believes nothing: types are checked, text is made safe to show."""
+    """Decodes an engine's messages in their order. It trusts none of them: types are checked, and text is made safe to show."""
 
     def __init__(self) -> None:
         self._tree = Tree(())
@@ -115,14 +114,14 @@ class AnswerDecoder:
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """Of all tensors so far: 90,000 of them have a few dozen shapes."""
+        """One object for each distinct shape, which saves memory: 90,000 tensors may have a few dozen shapes."""
 
     def begin_again(self) -> None:
-        """Forget a tree whose parts have not all come: it is sent again."""
+        """Forget the parts of an incomplete tree, because all of them will be sent again."""
         self._modules, self._tensors, self._with_classes = [], [], False
 
     def decode(self, data: bytes) -> Answer | None:
-        """What one message completes; None where more belongs to it. Raises WireError."""
+        """Decode one message. Returns its event, or None for a part of a tree. Raises WireError."""
         try:
             plain = msgspec.msgpack.decode(data)
             if isinstance(plain, list) and plain[:1] == ["TreePart"]:
@@ -135,8 +134,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _safe(self, value: Any) -> Any:
-        """`value` without characters that a terminal takes for commands, but for what is shown escaped: names of the tree, and the
-        patterns of a recipe, which has to equal the one in force.
+        """`value` without characters that a terminal would interpret. Names in the tree and the patterns of a recipe stay
+        unchanged: they are escaped when they are shown, and the recipe has to equal the app's.
         """
         if isinstance(value, str):
             known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
@@ -150,7 +149,7 @@ class AnswerDecoder:
         return value
 
     def _tree_of(self, kind: type, value: object) -> Tree:
-        """msgspec's `dec_hook`: the tree of the parts that came before its event."""
+        """msgspec's `dec_hook`: make the tree of an event from the parts that arrived before it."""
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
         self._tree = self._made_tree()
@@ -166,10 +165,10 @@ class AnswerDecoder:
             if min(sizes) < 0 or max(sizes) > _LARGEST:
                 raise ValueError(f"no tensor has the shape {shape} in {dtype}")
             before = self._tree.tensors.get(name)
-            self._tensors.append(before if before == tensor else tensor)  # of 90,000, one tree's alone are 60 MiB
+            self._tensors.append(before if before == tensor else tensor)  # sharing them saves 60 MiB for 90,000
 
     def _made_tree(self) -> Tree:
-        """The tree of the parts since the last one."""
+        """Make a tree from the parts that have arrived since the last tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []
         tree = Tree(

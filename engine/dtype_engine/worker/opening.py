@@ -1,4 +1,4 @@
-"""Opens the model, and says what there is to work with when that fails."""
+"""Opens the model, or as much of it as can be opened."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """What there is of a model. known_tree: with module classes, where there is no session but the architecture is known;
-    why_closed: why there is no session.
-    """
+    """As much of a model as could be opened: a session, or only the headers of a checkpoint, or neither."""
 
     source: Source
     options: Options
     checkpoint: Checkpoint | None = None
     session: Session | None = None
     known_tree: Tree | None = None
+    """The tree with module classes, where the architecture is known but there is no session."""
     why_closed: str = ""
+    """Why there is no session."""
 
     @property
     def available(self) -> Available:
-        """What commands can run on."""
+        """What commands can work on."""
         return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
 
     def tree(self) -> Tree:
-        """The best tree there is. Raises UserError where nothing is open."""
+        """The most complete tree that is known. Raises UserError where nothing is open."""
         if self.session is not None:
             return self.session.tree
         if self.checkpoint is None:
@@ -49,9 +49,9 @@ class OpenModel:
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
-    """Open `source` and emit how that goes. A model that can't be opened is no error here: there is less of it.
+    """Open `source` and emit the progress. Raises nothing: where the model can't be loaded, the result has no session.
 
-    read_headers: the caller has not seen all headers, and wants the tree of them first.
+    read_headers: first emit the tree of the headers, which the caller has not seen in full.
     """
     model = OpenModel(source, options)
     try:
@@ -64,16 +64,16 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
         emit(events.OpenFailed(error.sentence, classes_follow))
         if classes_follow:
             _emit_classes(model, emit)
-    except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a word
+    except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a message
         model.why_closed = f"{source.title}: opening it failed: {type(error).__name__}: {error}"
         emit(events.OpenFailed(model.why_closed))
     return model
 
 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
-    """Raise UserError for a rule that takes nothing in a checkpoint, before any weight is loaded.
+    """Raise UserError for a rule that matches nothing in a checkpoint, before any weight is loaded.
 
-    The headers' names mostly tell at once. Where they do not, or a rule goes by module classes, the architecture is asked,
+    The names in the headers are mostly enough to decide. Otherwise, or where a rule names module classes, the architecture is made,
     which imports torch: it also has tied names and packed experts that the files do not have.
     """
     checkpoint = source.open() if recipe.rules else None
@@ -86,17 +86,17 @@ def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
 
 
 def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
-    """Emit what the model is run on, where it can be run."""
+    """Emit the inputs of a model that can be run."""
     summary = session.inputs_reading
     if summary is not None:
         emit(events.InputsReady(summary))
 
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
-    from dtype_engine.core.opening_progress import OpeningProgress  # not for the first paint
+    from dtype_engine.core.opening_progress import OpeningProgress  # the first paint does not need it
 
     started = time.perf_counter()
-    with OpeningProgress(lambda *told: emit(events.LoadingProgress(*told)), model.source.kind) as on_step:
+    with OpeningProgress(lambda *progress: emit(events.LoadingProgress(*progress)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
     emit(
         events.ModelReady(
@@ -116,16 +116,15 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Raises NoForward and UserError."""
+    """Open the session, after the tree of the headers was emitted where that is wanted. Raises NoForward, UserError."""
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")
         model.checkpoint = source.open()
         assert model.checkpoint is not None
         if read_headers:
-            emit(
-                events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices)
-            )  # kept nowhere here: it is large
+            # The tree may be large, so it is not kept here.
+            emit(events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices))
         from dtype_engine.checkpoint.memory_fit import shortfall
 
         if reason := shortfall(model.checkpoint):
@@ -138,12 +137,12 @@ def _opened(
         source,
         model.options,
         on_step=on_step,
-        refused=lambda why: emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
+        refused=lambda why: emit(events.InputsRefused(f"{why}. The default inputs are used.")),
     )
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
-    """The tree of a model that can't be run, with the classes and ties of its architecture, where that is known."""
+    """Emit the tree of a model that can't be run, with the classes and ties of its architecture if that is known."""
     from dtype_engine.runtime.model.describe import describe
 
     assert model.checkpoint is not None

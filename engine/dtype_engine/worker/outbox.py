@@ -1,4 +1,4 @@
-"""Events on their way to an app that may be slow, or away for a while."""
+"""Holds events for an app that may be slow, or disconnected for a while."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dtype_engine.worker import events
 
 
 class Outbox:
-    """A queue of events in which newer ones take the place of older ones that have not left. Safe to use from any thread.
+    """A queue of events in which newer events replace older ones that have not been taken yet. It is safe to use from any thread.
 
-    keep: what left is kept until it is acknowledged, and leaves again after the next `open`. Events are counted in the order in
-    which they leave.
+    keep: events that were taken are kept until they are acknowledged, and are given again after the next `open`. Events are counted
+    in the order in which they are taken.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -42,7 +42,7 @@ class Outbox:
         return event
 
     def take(self) -> events.Event | None:
-        """The next event, as soon as there is one; None once the outbox is shut."""
+        """Wait for the next event and take it; None once the outbox is shut."""
         with self._changed:
             while self._open and not self._waiting:
                 self._changed.wait()
@@ -54,14 +54,14 @@ class Outbox:
             return event
 
     def acknowledge(self, received: int) -> None:
-        """The first `received` events have arrived."""
+        """Forget the first `received` events, which have arrived."""
         with self._changed:
             while self._acknowledged < received and self._left:
                 self._left.popleft()
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let events leave, those after the first `received` again."""
+        """Let events be taken: first again those after the first `received`, then the new ones."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))
@@ -69,7 +69,7 @@ class Outbox:
             self._open = True
 
     def shut(self) -> None:
-        """Let no event leave any more; whoever waits for one goes away."""
+        """Let no more events be taken. A thread that waits in `take` returns."""
         with self._changed:
             self._open = False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""What the casts of a recipe lose where there is no live model: counted from the checkpoint's files, as far as that is cheap."""
+"""Counts the values that the casts of a recipe lose from a checkpoint's files, where there is no live model and that is cheap."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ if TYPE_CHECKING:
     from dtype_engine.results.losses import ValueLoss
     from dtype_engine.runtime.numerics.overflow_underflow import Counted
 
-MOST_UNASKED = 8 << 30
-"""Bytes of values that are read without being asked to."""
+MAX_AUTOMATIC_BYTES = 8 << 30
+"""The most bytes of values that are read automatically. More are read only when the user asks for it."""
 
 
 class PlannedLosses:
-    """Counts what recipes lose, each tensor in each dtype once."""
+    """Counts the values that recipes lose, once for each tensor in each dtype."""
 
     def __init__(self) -> None:
         self.counted: Counted = {}
 
-    def tell(
+    def emit_losses(
         self,
         checkpoint: Checkpoint,
         tree: Tree,
         recipe: Recipe,
         emit: Callable[[events.Event], None],
         cancelled: IsCancelled,
-        asked: bool = False,
+        read_all: bool = False,
     ) -> None:
-        """Emit what the recipe loses, and the rules that keep it. More than `MOST_UNASKED` bytes are read only where `asked`, and
-        what was not looked at is said. Raises Cancelled.
+        """Emit which values the recipe loses, and rules that keep them. Where more than `MAX_AUTOMATIC_BYTES` would have to be
+        read, they are read only with `read_all`, and otherwise their size is emitted. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
-            emit(events.CastDone(recipe, ()))  # what reads values imports torch, and nothing is cast
+            emit(events.CastDone(recipe, ()))  # nothing is cast, so the import of torch can be saved
             return
         waiting = self.waiting_bytes(checkpoint, tree, plan)
-        if waiting > MOST_UNASKED and not asked:
-            words = f"{human_bytes(waiting)} of values are not read unasked: m looks for those that the casts lose"
+        if waiting > MAX_AUTOMATIC_BYTES and not read_all:
+            words = (
+                f"{human_bytes(waiting)} of values are not read automatically: m looks for those that the casts lose"
+            )
             emit(events.CastDone(recipe, None, words))
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy
@@ -74,7 +76,7 @@ class PlannedLosses:
             emit(events.LossRemedyFound(recipe, found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """Stored bytes of what a plan casts and nobody looked at yet."""
+        """The stored bytes of the tensors that a plan casts and whose losses are not counted yet."""
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

@@ -1,6 +1,7 @@
-"""An engine in another process, here or elsewhere: commands go to its standard input, events come from its standard output.
+"""An engine in another process, on this machine or another. Commands go to its standard input; events come from its standard
+output.
 
-The app keeps drawing whatever becomes of that process: its end is an event.
+If that process ends, the app goes on and receives an event.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Between attempts; the last for ever. Far apart in the end: each may be a login that is refused."""
+"""Waits between attempts to reconnect; the last is repeated. It is long, because each attempt may be a refused login."""
 
 
 @dataclass
 class _InForce:
-    """What a new engine is told after it is opened, to be where the last one was."""
+    """The state that a new engine needs to continue where the last one was."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -68,7 +69,7 @@ class _InForce:
 
 
 def clear_up(request: SaveRequest) -> None:
-    """Remove what an engine of this machine that has ended had begun to write."""
+    """Remove the unfinished files of an engine of this machine that has ended."""
     from dtype_engine.core.export_lock import recover_stale
     from dtype_engine.worker.save_requests import ExportRequest
 
@@ -79,8 +80,8 @@ def clear_up(request: SaveRequest) -> None:
 class EngineProcess(Engine):
     """Starts the engine's process and opens `model` in it. `emit` is called from threads of this object.
 
-    process: one that was started already, by the same command. connection: one that has answered (see `Connection.handshake`) and
-    was told what to open. session: what its engine is found by again.
+    process: a process that the same command has already started. connection: a connection that has passed its handshake and has
+    been asked to open the model. session: the token with which a lingering engine is found again.
     """
 
     can_restart: ClassVar[bool] = True
@@ -105,21 +106,21 @@ class EngineProcess(Engine):
         self._connection = connection
         self._session = session or new_session()
         self._lock = threading.RLock()
-        """Guards what follows."""
+        """Guards the fields below."""
         self._in_force = _InForce()
         self._requests: list[Message] = []
-        """What an engine is told after `Open`: one that lingers all of it, since its connection may be cut before it has arrived;
-        any other what was requested before it could be told.
+        """Requests to send after `Open`. For a lingering engine all of them, since a cut connection may have lost some; for any
+        other engine those that were made before it was connected.
         """
         self._is_connected = False
-        """Whether the engine was asked to open the model, and the connection to it is not cut."""
+        """Whether the engine was asked to open the model and its connection is not cut."""
         self._given_up = threading.Event()
-        """Nobody waits for a cut connection any more."""
+        """Set to stop the attempts to reconnect."""
         self._received = 0
-        """Events that came, of this engine."""
+        """How many events this engine has sent."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """What is being written, and what waits to be."""
+        """The request that is being written, and those that wait."""
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -127,7 +128,7 @@ class EngineProcess(Engine):
 
     @property
     def process_id(self) -> int | None:
-        """The number of the engine's process, or of what connects to it; None while there is none."""
+        """The id of the engine's process, or of the process that connects to it; None while there is none."""
         connection = self._connection
         return connection.process_id if connection is not None else None
 
@@ -187,22 +188,22 @@ class EngineProcess(Engine):
             self._given_up.set()
             connection = self._connection
             if connection is not None and self._command.lingers:
-                connection.send(control.Close())  # it would outlive its connection
+                connection.send(control.Close())  # without this message it would outlive its connection
                 threading.Timer(_CLOSE_WAIT_S, connection.kill).start()
             elif connection is not None:
                 connection.kill()
 
     def _send(self, request: Message) -> None:
-        """With the lock held."""
+        """Send a request now, or keep it until there is a connection. The lock must be held."""
         if self._ended:
-            return  # what is in force is told to the next one
+            return  # the next engine gets the current recipe, settings and inputs
         if self._command.lingers or not self._is_connected:
             self._requests.append(request)
         if self._is_connected and self._connection is not None:
             self._connection.send(request)
 
-    def _tell(self, connection: Connection, received: int) -> None:
-        """Send all requests but the first `received`, and what is requested from now on."""
+    def _send_kept(self, connection: Connection, received: int) -> None:
+        """Send the kept requests except the first `received`; later requests are then sent at once."""
         with self._lock:
             for request in self._requests[received:]:
                 connection.send(request)
@@ -211,7 +212,7 @@ class EngineProcess(Engine):
             self._is_connected = True
 
     def _run(self) -> None:
-        """Runs in a thread of its own: connect, open, hand on what the engine tells, until its end."""
+        """The body of a separate thread: start engines and emit their events until one ends for good."""
         while True:
             reason = self._serve_once()
             with self._lock:
@@ -227,20 +228,20 @@ class EngineProcess(Engine):
                     return
                 if not self._restarting:
                     self._ended = True
-                    self._emit(events.EngineEnded(reason))  # with the lock held: before anything of the next one
+                    self._emit(events.EngineEnded(reason))  # the lock lets this precede the next engine's events
                     return
                 self._restarting = False
                 self._requests = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
-        """One life of the engine, over as many connections as it takes; why it ended."""
+        """Serve one engine until it ends, reconnecting where its connection is cut. Returns why it ended."""
         from dtype_engine.worker import messages
 
         self._received = 0
         try:
             connection = self._connected()
             decoder = messages.AnswerDecoder()
-            self._tell(connection, 0)
+            self._send_kept(connection, 0)
             while (reason := self._follow(connection, decoder)) is None:
                 decoder.begin_again()
                 connection = self._reconnected(connection)
@@ -249,7 +250,7 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Hand on what comes of one connection; why the engine ended, None where only the connection was cut."""
+        """Emit the events of one connection until it ends. Returns why the engine ended; None where only the connection was cut."""
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name
@@ -270,7 +271,7 @@ class EngineProcess(Engine):
         return f"{name} ended: {self._why(status, connection)}"
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Hand on one thing that the engine told. Raises WireError for what only this end can tell."""
+        """Emit one event of the engine. Raises WireError for an event that only this class may emit."""
         from dtype_engine.worker.frames import WireError
 
         match answer:
@@ -281,9 +282,9 @@ class EngineProcess(Engine):
                     self._emit(events.OpenFailed(answer.refusal))
                 return
             case events.EngineEnded() | events.EngineLost() | events.EngineBack():
-                raise WireError(f"it tells {type(answer).__name__} of itself")
+                raise WireError(f"it sent {type(answer).__name__}")
             case events.Memory():
-                self._memory = answer.reading
+                self._memory = answer.stats
             case events.Saved():
                 self._forget_saves(1)
                 if not self._command.is_local:
@@ -300,12 +301,12 @@ class EngineProcess(Engine):
         self._emit(answer)
 
     def _forget_saves(self, count: int) -> None:
-        """The oldest of what was to be written has come to its end, or never began."""
+        """Remove the oldest `count` save requests, which were completed or dropped."""
         with self._lock:
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write here what an engine elsewhere has composed. Raises WireError where nobody asked for it."""
+        """Write the text that the engine of another machine has sent to a file here. Raises WireError where none was requested."""
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
@@ -313,7 +314,7 @@ class EngineProcess(Engine):
         with self._lock:
             request = self._pending.pop(0) if self._pending else None
         if not isinstance(request, RecipeRequest | ConvertRequest) or not request.as_text:
-            raise WireError("a file that nobody asked for")
+            raise WireError("a file that was not requested")
         try:
             path = write_text_atomic(request.file, composed.text, request.replace)
         except UserError as error:
@@ -331,7 +332,7 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Another connection to the engine that goes on without one, however long that takes. Raises UserError where it is gone."""
+        """Reconnect to an engine that still runs, however long that takes. Raises UserError where it has ended."""
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))
@@ -353,13 +354,13 @@ class EngineProcess(Engine):
                 connection.end(_CLOSE_WAIT_S)
                 raise UserError(f"{name}: the engine there is gone, with what it did since the connection was cut")
             connection.send(control.Resume(self._received))
-            self._tell(connection, hello.requests)
+            self._send_kept(connection, hello.requests)
             self._emit(events.EngineBack())
             return connection
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Why a process with this exit status has ended, as far as that can be known."""
+        """Why a process with this exit status has ended, as far as that is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

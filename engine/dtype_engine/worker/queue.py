@@ -1,8 +1,9 @@
-"""Every rule of what supersedes what, what goes first, what is refused and what is dropped: pure functions on a frozen queue.
+"""The rules for which command runs next, and which are superseded, refused or dropped: pure functions on a frozen queue.
 
-In short: inputs go before a measurement, a measurement before its follow-ups, all of these before what was asked for by name,
-which keeps its order. A newer recipe or newer inputs stop whatever runs after them, except a save; what they stopped runs again
-later, unless it is superseded. What the user stops does not. The noise floor waits for everything else, and is stopped by it.
+New inputs come before a measurement, a measurement before its follow-ups, and all of these before the other commands, which keep
+their order. A newer recipe or newer inputs stop any running command that comes after them, except a save; a command stopped in this
+way runs again later, unless it is superseded. A command that the user stops does not run again. The noise floor is measured when
+nothing else waits, and any other command stops it.
 """
 
 from __future__ import annotations
@@ -30,18 +31,12 @@ from dtype_engine.worker.commands import (
 )
 
 Available = Literal["opening", "model", "files", "nothing"]
-"""What commands can run on: not known yet, a live model, the files of a checkpoint alone, nothing at all."""
+"""What commands can work on: not known yet, a live model, only the files of a checkpoint, or nothing."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What the worker is to do. The last three fields are kept until they are reported (see `reported`).
-
-    in_full: the running measurement is to run all inputs.
-
-    stopping: who wants the running command to stop. failed: the last measurement ended without figures. paused: a scan waits
-    where it is. stopped, dropped: what the user stopped, and what waited then. refused: names and reasons.
-    """
+    """What the worker has to do. The last three fields are kept until they are reported (see `reported`)."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -50,16 +45,23 @@ class Queue:
     running: Command | None = None
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
+    """What stops the running command: nothing, a newer command, or the user."""
     failed: bool = False
+    """The last measurement ended without figures."""
     in_full: bool = False
+    """The running measurement must run all inputs."""
     paused: bool = False
+    """Scans are paused."""
     stopped: JobName | None = None
+    """The command that the user stopped."""
     dropped: tuple[JobName, ...] = ()
+    """The commands that waited when the user stopped everything."""
     refused: tuple[tuple[JobName, str], ...] = ()
+    """Commands that can't run, with the reason for each."""
 
 
 def merge(queue: Queue, request: Request) -> Queue:
-    """The queue once `request` has been made."""
+    """The queue after `request`."""
     match request:
         case SetRecipe():
             return _add(replace(queue, recipe=request.recipe), Measure())
@@ -82,7 +84,7 @@ def merge(queue: Queue, request: Request) -> Queue:
 
 
 def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
-    """The queue once the model is open, or is not for `reason`: what can't run on what there is now is refused."""
+    """The queue after the attempt to open the model. Commands that need more than is `available` are refused with `reason`."""
     result = replace(queue, available=available, unavailable_reason=reason, waiting=())
     for command in queue.waiting:
         result = _add(result, command)
@@ -100,7 +102,7 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """The queue once its running command has ended; `follow_ups` are what is left to do for it."""
+    """The queue after its running command has ended; `follow_ups` are the commands that must follow it."""
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")
@@ -117,19 +119,19 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """The queue once what was refused has been told, and, when nothing runs any more, what was stopped and dropped."""
+    """The queue after its refusals have been reported, and, where nothing runs, what was stopped and dropped."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())
 
 
 def job_names(commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """Names of commands, by which each can be cancelled."""
+    """The names of commands, with which each can be cancelled."""
     return tuple(command.name for command in commands)
 
 
 def supersedes(newer: Command, older: Command) -> bool:
-    """Whether `older` need not run where `newer` will."""
+    """Whether `older` need not run, because `newer` will."""
     if isinstance(newer, Measure):
         return isinstance(older, Measure | ApplyRecipe | FollowUp)
     return newer.once and type(newer) is type(older)
@@ -138,7 +140,7 @@ def supersedes(newer: Command, older: Command) -> bool:
 def _add(queue: Queue, command: Command) -> Queue:
     if queue.available == "nothing" or (queue.available == "files" and command.needs_model):
         if isinstance(command, Measure | ApplyRecipe | FollowUp):
-            return queue  # nobody asked for these by name, and that the model is not open has been told
+            return queue  # the user did not request these by name, and already knows that the model is not open
         return replace(queue, refused=(*queue.refused, (command.name, queue.unavailable_reason)))
     measurements = [waiting for waiting in queue.waiting if isinstance(waiting, Measure)]
     if isinstance(command, Measure):
@@ -174,5 +176,5 @@ def _cancel(queue: Queue, name: str | None) -> Queue:
     )
     if name is not None:
         return replace(changed, waiting=tuple(command for command in queue.waiting if command.name != name))
-    asked = (command for command in queue.waiting if not isinstance(command, FollowUp))
-    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(asked)))
+    requested = (command for command in queue.waiting if not isinstance(command, FollowUp))
+    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(requested)))

@@ -1,4 +1,4 @@
-"""Carries out commands on the model, one at a time, and emits what comes of them."""
+"""Runs commands on the model, one at a time, and emits their results."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ Emit = Callable[[events.Event], None]
 
 
 class CommandRunner:
-    """Runs on the worker's thread alone. `emit_memory` is called when the casts of a measurement have changed what is used.
-    in_full: whether the measurement under way is to run all inputs, whatever precision is asked for, and to
-    compare modules in full.
+    """Runs commands on the worker's thread. emit_memory: called when the casts of a measurement have changed the memory in use.
+    in_full: whether the running measurement must run all inputs and compare modules over all of them, whatever the options say.
     """
 
     def __init__(
@@ -68,11 +67,11 @@ class CommandRunner:
         self._many = ManyRuns(model, emit)
 
     def close(self) -> None:
-        """End what works beside the thread."""
+        """End the worker processes."""
         self._many.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Carry out one command for `recipe`; what is left to do for it. Raises what the session raises, and Cancelled."""
+        """Run one command for `recipe`; returns the commands that must follow it. Raises Cancelled, and what the session raises."""
         session = self._model.session
         if session is not None:
             session.settings = settings
@@ -86,7 +85,7 @@ class CommandRunner:
             case Save():
                 return self._save(command, settings, token)
             case _:
-                assert session is not None, command  # the queue lets nothing else through without one
+                assert session is not None, command  # the queue refuses all other commands without a session
                 return self._run_on(session, command, recipe, token)
         return ()
 
@@ -129,7 +128,7 @@ class CommandRunner:
             case Scan():
                 self._many.scan(session, recipe, command, token)
             case MeasureRecipes():
-                session.use_recipe(recipe, cancelled=token)  # what is put back afterwards
+                session.use_recipe(recipe, cancelled=token)  # restored afterwards
                 self._many.recipes(session, recipe, command, token)
             case _:
                 raise AssertionError(command)
@@ -155,7 +154,7 @@ class CommandRunner:
                 self._emit(events.CastingProgress(recipe, done, total))
 
         def on_modules(modules: tuple[ModuleDrift, ...]) -> None:
-            refuse_changed(identities)  # no figure of weights that are not there any more
+            refuse_changed(identities)  # figures of weights whose files have changed would be wrong
             self._emit(events.ModulesMeasured(recipe, modules))
 
         sequences = Throttle()
@@ -187,10 +186,12 @@ class CommandRunner:
         checkpoint = self._model.checkpoint
         assert checkpoint is not None
         if not recipe.rules:
-            self._emit(events.CastDone(recipe, ()))  # without the tree, which is large where a model can't run
+            self._emit(events.CastDone(recipe, ()))  # no tree is needed, which may be large where a model can't run
             return
         with unchanged(checkpoint.identities):
-            self._planned_losses.tell(checkpoint, self._model.tree(), recipe, self._emit, token, command.read_values)
+            self._planned_losses.emit_losses(
+                checkpoint, self._model.tree(), recipe, self._emit, token, command.read_values
+            )
 
     def _set_inputs(self, session: Session, recipe: Recipe, line: str, token: CancelToken) -> Iterable[Command]:
         from dtype_engine.core.input_args import parse_inputs_line
@@ -229,7 +230,7 @@ class CommandRunner:
         self._emit(events.WeightInspected(recipe, name, stats))
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """A save that fails is reported as such: it says nothing about the drift of the recipe."""
+        """Write what was requested. A failure is emitted as `Saved`, because it does not affect the figures of the recipe."""
         from dtype_engine.worker.writer import SaveContext, compose, run_save
 
         request = command.request
@@ -255,5 +256,5 @@ class CommandRunner:
             self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
         except (Exception, SystemExit) as error:
             self._emit(events.Saved(recipe, False, f"nothing was written: {one_line(error, 300, with_type=True)}"))
-        # A report measures the recipe that it was asked for; the one in force is put back.
+        # A report may have cast the model to the recipe of its request; the current recipe is then applied again.
         return () if session is None or session.recipe == before else (ApplyRecipe(),)

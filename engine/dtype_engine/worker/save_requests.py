@@ -1,6 +1,6 @@
 """What the app may ask the worker to write: a checkpoint, a recipe file, a report, a recipe for another tool.
 
-Nothing replaces what is there unless the request says so.
+Existing files are replaced only if the request has `replace` set.
 """
 
 from __future__ import annotations
@@ -17,51 +17,54 @@ if TYPE_CHECKING:
 
 
 class ExportRequest(Message, frozen=True):
-    """A checkpoint in the dtypes of the recipe in force."""
+    """Write a checkpoint in the dtypes of the current recipe."""
 
     folder: Path
     replace: bool = False
 
 
 class RecipeRequest(Message, frozen=True):
-    """The recipe in force, with its settings and, where it was measured, the figures. as_text: see `ConvertRequest`."""
+    """Write the current recipe to a file, with its settings and, if it was measured, the figures."""
 
     file: Path
     replace: bool = False
     drift: dtype_engine.results.drift.DriftReport | None = None
     as_text: bool = False
+    """Send the text to the app, which writes the file because it runs on another machine."""
 
 
 class ReportRequest(Message, frozen=True):
-    """A report of the recipe in force; measured for it where `drift` is not given."""
+    """Write a report of the current recipe."""
 
     file: Path
     replace: bool = False
     drift: dtype_engine.results.drift.DriftReport | None = None
+    """None: the recipe is measured for the report."""
 
 
 class ConvertRequest(Message, frozen=True):
-    """The recipe in force in the words of another tool. as_text: the text is told, and written by whoever asked for it, on another
-    machine.
-    """
+    """Write the current recipe in the format of another tool, `target`."""
 
     file: Path
     target: str
     replace: bool = False
     as_text: bool = False
+    """As in `RecipeRequest`."""
 
 
 SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
 
 
 class ExportPlan(Message, frozen=True):
-    """What an export would write. nbytes: of all tensors, scales included; loading: what `from_pretrained` makes of it; lost: the
-    weights whose cast loses values, None where that is not known yet.
-    """
+    """What an export would write."""
 
     nbytes: int
+    """Bytes of all tensors, scales included."""
     files: int
     dtypes: tuple[tuple[str, int, int], ...]
+    """For each dtype its name, how many tensors have it, and their bytes."""
     loading: str
+    """A sentence that says in which dtypes `from_pretrained` would load it."""
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
+    """The weights whose cast loses values; None where that is not known yet."""

@@ -1,6 +1,6 @@
-"""The engine's end of a connection: a worker behind standard input and output.
+"""The engine's end of a connection: a worker that an app controls through standard input and output.
 
-`python -m dtype_engine.worker.stdio` is what the app starts; `dtype-engine stdio` the same for people and for ssh.
+The app starts it as `python -m dtype_engine.worker.stdio`; through ssh and in containers it is started as `dtype-engine stdio`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 class EngineServer:
-    """A worker for whoever is connected. keep: the app may come back on another connection; events wait for it."""
+    """A worker that serves one connection at a time. keep: the app may reconnect, so events are kept until it acknowledges them."""
 
     def __init__(self, keep: bool = False) -> None:
         from dtype_engine.worker.outbox import Outbox
 
         self._outbox = Outbox(keep)
         self._requests = 0
-        """How many have come, after `Open`."""
+        """How many requests have arrived since `Open`."""
         self._worker: Worker | None = None
         self._idle_since: float | None = time.monotonic()
         self._running = ""
@@ -48,11 +48,11 @@ class EngineServer:
 
     @property
     def idle_since(self) -> float | None:
-        """Since when (`time.monotonic`) it has had nothing to do; None while it has."""
+        """The time (`time.monotonic`) since which the engine has had nothing to do; None while it works."""
         return self._paused_since if self._paused_since is not None and self._running == "scan" else self._idle_since
 
     def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
-        """Answer one connection until it ends. True where the app has said that it is done, False where it was cut off."""
+        """Serve one connection until it ends. Returns True where the app has closed it, and False where it was cut."""
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import messages
         from dtype_engine.worker.frames import WireError
@@ -87,16 +87,16 @@ class EngineServer:
         finally:
             self._outbox.shut()
             if sending is not None:
-                sending.join(1.0)  # may be stuck in a write that nobody reads
+                sending.join(1.0)  # the thread may be stuck in a write that is never read
         return False
 
     def close(self) -> None:
-        """Stop the worker; what it was writing is cleared away."""
+        """Stop the worker. Files that it was writing are removed."""
         if self._worker is not None:
             self._worker.close()
 
     def _open(self, request: control.Open, writer: FrameWriter) -> bool:
-        """Find the model and start the worker. False where the model means nothing here, which the app is told."""
+        """Find the model and start the worker. Where there is no such model here, send the reason to the app and return False."""
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
@@ -156,13 +156,15 @@ class EngineServer:
             writer.put(message)
 
     def _send_events(self, writer: FrameWriter) -> None:
-        with contextlib.suppress(OSError):  # whoever reads sees the end, too
+        with contextlib.suppress(OSError):  # the thread that reads notices that the connection has ended
             while (event := self._outbox.take()) is not None:
                 self._send(writer, event)
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
-    """Standard input and output for messages alone: what a model's code reads is empty, what it prints goes to standard error."""
+    """Functions that read and write standard input and output, which from now on carry only messages: a model's code reads an empty
+    standard input, and what it prints goes to standard error.
+    """
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -179,9 +181,9 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def main(compressed: bool = False) -> None:
-    """Serve one app on standard input and output, and end with it."""
-    os.nice(NICENESS)  # the screen comes first
-    gc.disable()  # until the model is there: what is imported and loaded is long-lived
+    """Serve one app on standard input and output, and exit when its connection ends."""
+    os.nice(NICENESS)  # the app's screen has priority
+    gc.disable()  # until the model is open, because what is imported and loaded is long-lived
     imports.begin_imports()
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
@@ -192,7 +194,7 @@ def main(compressed: bool = False) -> None:
         server.serve(reader, writer)
         server.close()
     finally:
-        os._exit(0)  # an import or a kernel may still run
+        os._exit(0)  # a normal exit would wait for an import or a kernel that still runs
 
 
 if __name__ == "__main__":

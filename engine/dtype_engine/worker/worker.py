@@ -1,7 +1,7 @@
-"""One thread that owns the model: commands in, events out. The caller never waits.
+"""One thread that owns the model. It takes commands and emits events, and its callers never wait.
 
-What is asked for becomes a command (`commands`), the queue decides what it supersedes and what runs next (`queue`), the thread
-carries it out (`run_commands`). A command that is superseded stops within one module call.
+A request becomes a command (`commands`). The queue decides which commands it supersedes and which runs next (`queue`), and the
+thread runs that one (`run_commands`). A command that is superseded stops within one module call.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ NICENESS = 5
 
 
 def _lower_priority() -> None:
-    """Raise this thread's niceness to 5 (torch's threads inherit it), so that the thread that answers keys is scheduled first.
+    """Raise this thread's niceness to 5, so that the thread that handles keys is scheduled first. Torch's threads inherit it.
 
-    Linux has a niceness for every thread; other systems have none.
+    Only Linux has a niceness for each thread; elsewhere this does nothing.
     """
     if sys.platform == "linux":
         own = threading.get_native_id()
@@ -48,11 +48,11 @@ def _lower_priority() -> None:
 
 
 class Worker(Engine):
-    """Opens `source` in the background, then runs what it is asked for. `emit` is called from its threads and the callers'.
+    """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
 
-    After opening it casts to the recipe that was set last (at first the empty one) and measures it. `read_headers`: the caller
-    has not seen all of the checkpoint's headers and wants the tree of them first. Where there is no live model, questions
-    about the tensors themselves are answered all the same.
+    After opening, the worker casts to the recipe that was set last (at first the empty one) and measures it. Where the model can't
+    be loaded, commands about the stored tensors still work. read_headers: first emit the tree of the checkpoint's headers, which
+    the caller has not seen in full.
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Worker(Engine):
         """Guards the queue and the token."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
-        """Of the running command."""
+        """Cancels the running command."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
-        """Set once, before `_opened` is."""
+        """Set once, before `_opened` is set."""
         self._opened = threading.Event()
-        """Set by `close`, too."""
+        """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
@@ -103,9 +103,7 @@ class Worker(Engine):
             self._emit(events.PathChecked(path, False, error.sentence))
 
     def close(self) -> None:
-        """Stop everything. Waits at most two seconds: imports and kernels can't be interrupted, and daemon threads may outlive
-        this.
-        """
+        """Stop everything. Waits at most two seconds, because the imports and kernels of a thread can't be interrupted."""
         with self._changed:
             self._closing.set()
             self._opened.set()
@@ -118,7 +116,7 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """With the lock held: put a new queue in force, and report what it has to report."""
+        """Make `queue` the current queue, and emit what it has to report. The lock must be held."""
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()
@@ -133,12 +131,12 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """With the lock held, so that the last event says how it is."""
+        """Emit what runs and what waits. The lock must be held, so that the last event is the newest state."""
         running = self._queue.running
         self._emit(events.Jobs(running.name if running is not None else "", job_names(self._queue.waiting)))
 
     def _work(self) -> None:
-        from dtype_engine.worker.run_commands import CommandRunner  # not for the first paint
+        from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it
 
         _lower_priority()
         self._memory.busy.set()
@@ -159,7 +157,7 @@ class Worker(Engine):
         runner.close()
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command and begin it: the queue as it is then, and what cancels it. None to end."""
+        """Wait for a command; None when the worker closes. Returns the queue with that command running, and its cancel token."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()
@@ -176,7 +174,7 @@ class Worker(Engine):
             return queue, token
 
     def _run(self, runner: CommandRunner, queue: Queue, token: CancelToken) -> None:
-        """Run the queue's running command; however it ends, the session goes on."""
+        """Run the command that the queue has taken. A failure is emitted as an event, and the session goes on."""
         command, recipe = queue.running, queue.recipe
         assert command is not None
         outcome: Literal["done", "failed", "interrupted"] = "failed"
@@ -192,26 +190,26 @@ class Worker(Engine):
             self._emit_failure(recipe, command, error.sentence)
         except MemoryError:
             self._emit_failure(recipe, command, "not enough memory; cast to a smaller dtype or use shorter inputs")
-        except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a word
+        except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a message
             self._emit_failure(recipe, command, one_line(error, 300, with_type=True))
         self._memory.emit_now()
         with self._changed:
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
     def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """A measurement that fails has no figures; any other failure takes none away."""
+        """Emit `Failed` for a measurement, which then has no figures, and `Refused` for any other command."""
         if isinstance(command, Measure):
             self._emit(events.Failed(recipe, message, module))
         else:
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """Runs in a thread of its own."""
+        """The body of a separate thread: emit the plan of an export, or why there is none."""
         from dtype_engine.worker.writer import SaveContext, plan_export
 
         self._opened.wait()
         if self._model is None:
-            return  # closed before it was open
+            return  # the worker was closed before the model was open
         recipe = queue.recipe
         context = SaveContext(self._model, queue.settings, recipe, self._planned_losses, cancelled=self._closing.is_set)
         try:

@@ -1,4 +1,4 @@
-"""Runs save requests: exports a checkpoint, writes a recipe file or a report, converts a recipe. Imports torch lazily."""
+"""Runs save requests: exports a checkpoint, writes a recipe file or report, or converts a recipe. Imports torch when needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.worker.opening import OpenModel
-from dtype_engine.worker.planned_losses import MOST_UNASKED, PlannedLosses
+from dtype_engine.worker.planned_losses import MAX_AUTOMATIC_BYTES, PlannedLosses
 from dtype_engine.worker.save_requests import (
     ConvertRequest,
     ExportPlan,
@@ -38,29 +38,30 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What a save has to work with. on_progress: hears what is done, in a few words, and bytes done and in all."""
+    """What a save works with."""
 
     model: OpenModel
     settings: RunSettings
     recipe: Recipe
     planned_losses: PlannedLosses = field(default_factory=PlannedLosses)
     on_progress: OnProgress = lambda what, done, total: None
+    """Called with the current step in a few words, the bytes done, and the bytes in all."""
     cancelled: IsCancelled = never
 
     @property
     def title(self) -> str:
-        """The model's."""
+        """The title of the model."""
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """The recipe's plan: what is written must be what the rules say. Raises TooSlow for a pattern that takes too long."""
+        """The plan of the recipe, which must be complete. Raises TooSlow for a pattern that takes too long to match."""
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan
 
 
 def plan_export(context: SaveContext) -> ExportPlan:
-    """What an export would write. Raises UserError where this recipe can't be exported."""
+    """What an export would write. Raises UserError where the recipe can't be exported."""
     from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
@@ -76,7 +77,7 @@ def plan_export(context: SaveContext) -> ExportPlan:
 
 
 def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    """Write it; a sentence that says what was written, and notices. Raises UserError, Cancelled."""
+    """Write what `request` names. Returns a sentence that says what was written, and notices. Raises UserError, Cancelled."""
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
@@ -87,7 +88,7 @@ def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str
 def compose(
     request: ConvertRequest | RecipeRequest | ReportRequest, context: SaveContext
 ) -> tuple[str, tuple[str, ...]]:
-    """The text of a file, and notices. Raises UserError, Cancelled."""
+    """The text of the file that `request` names, and notices. Raises UserError, Cancelled."""
     if isinstance(request, ConvertRequest):
         return _converted(request, context)
     if isinstance(request, RecipeRequest):
@@ -96,16 +97,16 @@ def compose(
 
 
 def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """The weights whose cast loses values, where that was counted before; else None."""
+    """The weights whose cast loses values; None where that was not counted before."""
     session = context.model.session
     if session is not None:
         return session.model.known_losses(context.plan(session.tree).dtypes)
     return _losses(context, 0)
 
 
-def _losses(context: SaveContext, max_bytes: int = MOST_UNASKED) -> tuple[ValueLoss, ...] | None:
-    """The weights whose cast loses values. Without a live model, what was not counted before is read from the files; None where
-    that is more than `max_bytes`.
+def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
+    """The weights whose cast loses values. Without a live model, the files of tensors that were not counted before are read; None
+    where these have more than `max_bytes`.
     """
     model = context.model
     if model.session is not None:
@@ -134,7 +135,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """The same, with what comes of the inputs: where they have to be run, the recipe is put in force for it."""
+    """The contents of an export with the scales of activations. If these need the inputs to be run, the session is cast for it."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -151,7 +152,7 @@ def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[st
 
     source = context.model.source
     check_folder(request.folder, request.replace, [source.path] if source.path is not None else [])
-    losses = _losses(context, 0)  # without a live model, what is not known is counted while it is written
+    losses = _losses(context, 0)  # without a live model, losses are counted during the export
     report = export(
         _contents_to_write(context),
         request.folder,
@@ -190,7 +191,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, str]:
-    """The drift of the recipe, or why there is none."""
+    """Measure the drift of the recipe. Returns the report, or None and the reason."""
     session = context.model.session
     if session is None:
         return None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"
@@ -222,7 +223,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Progress in bytes as `on_progress("exporting: 310.00 MiB/s", done, total)`."""
+    """A callback for bytes written that calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

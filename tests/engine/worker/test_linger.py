@@ -228,7 +228,7 @@ def test_a_stale_socket_is_replaced_and_tokens_do_not_meet(folder: Path) -> None
     [
         (["--linger", "10m"], "go together"),
         (["--session", "abc"], "go together"),
-        (["--linger", "ten", "--session", "abc"], "is no time"),
+        (["--linger", "ten", "--session", "abc"], "is not a time"),
         (["--linger", "10m", "--session", "../x"], "letters and digits"),
     ],
 )

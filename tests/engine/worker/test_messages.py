@@ -204,11 +204,11 @@ def test_a_large_tree_comes_in_parts_that_are_small() -> None:
 def test_text_that_would_drive_a_terminal_is_escaped_but_names_of_the_tree_stay() -> None:
     name = "layer\x1b[2J.weight"
     decoder = messages.AnswerDecoder()
-    reading = made_up(typing.get_type_hints(events.WeightInspected)["reading"])
+    stats = made_up(typing.get_type_hints(events.WeightInspected)["stats"])
     tree = from_tensors([TensorInfo(name, (1,), "float32")])
     sent: list[events.Event] = [
         events.HeadersRead(tree, ("a\x1b]0;title\x07b\nsecond line\u202e",)),
-        events.WeightInspected(Recipe(), name, reading),
+        events.WeightInspected(Recipe(), name, stats),
     ]
     read: Any
     read, inspected = [

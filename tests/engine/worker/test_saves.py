@@ -164,7 +164,7 @@ def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_f
     assert "under 2 rules" in (tmp_path / "r.md").read_text()
     last = recorded.of(events.Memory)[-1]
     assert last.recipe == Recipe()
-    assert (last.reading.resident_bytes or 0) >= (last.reading.stored_bytes or 0) > 0  # under the report's recipe, 40 %
+    assert (last.stats.resident_bytes or 0) >= (last.stats.stored_bytes or 0) > 0  # under the report's recipe, 40 %
 
 
 def test_a_long_export_stops_and_leaves_nothing(tmp_path: Path, way: Way) -> None:

@@ -30,7 +30,7 @@ def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedEngine)
     demo.worker.request(SetRecipe(BRAIN))
     for word in ("one", "two", "three"):
         demo.worker.request(SetInputs(f"import {word}"))
-    demo.wait_for(events.InputsReady, lambda event: "three" in event.reading.batches[0].what)
+    demo.wait_for(events.InputsReady, lambda event: "three" in event.summary.batches[0].what)
     assert measured(demo, "1 sequence of your prompts").recipe == BRAIN
     start = len(demo.events)
     demo.worker.request(SetInputs(""))

@@ -129,8 +129,8 @@ async def test_what_was_not_looked_at_is_said() -> None:
     app = make_app()
     async with running(app) as pilot:
         await say(app, pilot, events.OpenFailed("no forward pass"))
-        await cast(app, pilot, None, "640 GiB of values are not read unasked: m looks")
-        assert "640 GiB of values are not read unasked: m looks" in pane(app)
+        await cast(app, pilot, None, "640 GiB of values are not read automatically: m looks")
+        assert "640 GiB of values are not read automatically: m looks" in pane(app)
 
 
 async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
 ) -> None:
     from dtype_engine.worker import planned_losses
 
-    monkeypatch.setattr(planned_losses, "MOST_UNASKED", 100)
+    monkeypatch.setattr(planned_losses, "MAX_AUTOMATIC_BYTES", 100)
     path = tmp_path / "net.safetensors"
     save_file({"w": torch.full((64,), 1e6)}, path)
     source = locate(str(path))

@@ -35,7 +35,7 @@ def experiment() -> Experiment:
 def test_the_history_has_what_was_measured_so_far_until_the_rest_is_there(experiment: Experiment) -> None:
     for done in (1, 2):
         experiment.take(so_far(done))
-    assert experiment.results.partial_drift == so_far(2).reading
+    assert experiment.results.partial_drift == so_far(2).drift
     (entry,) = experiment.measured
     assert entry.in_part
     assert (entry.extent.done, entry.extent.total, entry.recipe) == (2, 6, BF16)
@@ -74,7 +74,7 @@ def test_figures_of_other_settings_are_stale(experiment: Experiment) -> None:
 
 
 def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> None:
-    some = dataclasses.replace(report(BF16), sequences=so_far(4).reading.extent)
+    some = dataclasses.replace(report(BF16), sequences=so_far(4).drift.extent)
     experiment.take(events.Measured(BF16, some))
     (entry,) = experiment.measured
     assert entry.in_part

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
+from dtype_engine.cli.program import BAD_INPUT, report_unexpected, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_tui.cli.command import click_options, command, configured
@@ -42,5 +42,5 @@ def main() -> None:
         print(f"dtype-tui: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
     except Exception as error:
-        sys.exit(told_unexpected("dtype-tui", error))
+        sys.exit(report_unexpected("dtype-tui", error))
     sys.exit(run(command, "dtype-tui"))

@@ -92,7 +92,7 @@ class InputsScreen(ModalScreen[None]):
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
-            case events.InputsReady(reading=reading):
+            case events.InputsReady(summary=reading):
                 self._reading, self._compared = reading, None
                 self._draw()
                 self.query_one(VerticalScroll).scroll_home(animate=False)

@@ -200,13 +200,13 @@ class Experiment:
         """Keep what the engine has found out of the recipe in force; what only a window shows is not kept."""
         match event:
             case events.InputsReady():
-                self.set_inputs(event.reading)
+                self.set_inputs(event.summary)
             case events.NoiseFloorMeasured():
                 self.floor = event.floor
             case events.ScanUpdated():
                 self.scan.set_report(self.tree, event.report, event.finished)
             case events.Memory():
-                self.memory = event.reading
+                self.memory = event.stats
             case events.EngineEnded():
                 self.memory = None  # of a process that is no more
             case events.RecipeMeasured():
@@ -229,7 +229,7 @@ class Experiment:
                 newer = {module.name: module for module in event.modules}
                 self.results = replace(results, modules={**results.modules, **newer})
             case events.OutputMeasured():
-                partial = event.reading
+                partial = event.drift
                 if results.report is None:
                     self.results = replace(results, partial_drift=partial)
                 # The history has these figures until the rest is measured, if ever.

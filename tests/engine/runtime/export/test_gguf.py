@@ -184,7 +184,7 @@ def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
         worker.plan_export()
         assert wait(events.ExportPlanned, lambda event: event.plan is not None).plan.nbytes == 2 * (32 + 3 * 512)
         worker.request(InspectWeight("blk.0.weight", ("bfloat16",)))
-        assert wait(events.WeightInspected).reading.errors[0].stored == "q8_0"
+        assert wait(events.WeightInspected).stats.errors[0].stored == "q8_0"
         worker.save(ExportRequest(tmp_path / "out"))
         assert wait(events.Saved).done
         assert not recorded.of(events.Failed)
