@@ -65,7 +65,7 @@ async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
 async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     """A mixed recipe, measured."""
     await ready(app, pilot)
-    app.controller.put_in_force(MIXED)
+    app.controller.apply_recipe(MIXED)
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
     await say(
@@ -77,7 +77,7 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
-    app.controller.put_in_force(MIXED)
+    app.controller.apply_recipe(MIXED)
     await say(
         app,
         pilot,

@@ -106,7 +106,7 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
         await pilot.press("x")
         assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
         await pilot.press("x")
-        assert "rule 1 reaches beyond this node" in notices(app)[-1]
+        assert "rule 1 also matches tensors beyond this node" in notices(app)[-1]
         await pilot.press("u", "u", "u", "u")
         assert app.controller.experiment.recipe == Recipe()
         assert "nothing left to undo" in notices(app)[-1]

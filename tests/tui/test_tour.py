@@ -144,7 +144,7 @@ async def test_keys_that_were_put_elsewhere_are_named() -> None:
         assert "f9 leaves it" in screen(app)
         await pilot.press(*["f7"] * 5, "right")
         await came_to(app, pilot, 2)
-        assert "f6 casts what the cursor is on" in screen(app)
+        assert "f6 casts the node under the" in screen(app)
         await pilot.press("f6")
         assert len(rules(app)) == 1
         await pilot.press("f9")

@@ -81,9 +81,9 @@ async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process
         await pilot.press("s")
         await until(pilot, lambda: scan.finished and not app.controller.activity.busy)
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
-    assert untimed(scan.report) == untimed(session.scan(scan.asked))
+    assert untimed(scan.report) == untimed(session.scan(scan.requested))
     # Another engine of another session goes on with what was kept: a pass would take a minute now.
-    saved = SavedSession(f"{net}:Net", "net", recipes=(Recipe(),), scanned=scan.asked)
+    saved = SavedSession(f"{net}:Net", "net", recipes=(Recipe(),), scanned=scan.requested)
     again = app_on(net, None, saved)
     async with opened(again) as pilot:
         slow(net, 5)
@@ -153,7 +153,7 @@ async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_go
         workers = [process for process in psutil.process_iter() if _is_worker(process, net)]
         psutil.Process(engine.process_id).kill()
         await until(pilot, lambda: app.controller.life.error is not None)
-        assert any("s goes on with the scan" in words for words in notices(app))
+        assert any("s resumes the scan" in words for words in notices(app))
         assert experiment.scan.report is not None
         done = experiment.scan.report.sequences
         _, alive = psutil.wait_procs(workers, timeout=60)

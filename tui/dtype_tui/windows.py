@@ -131,7 +131,7 @@ class Windows:
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 
-        self._push(OptimiseScreen(experiment, controller.put_in_force, controller.measure_recipes, controller.undo))
+        self._push(OptimiseScreen(experiment, controller.apply_recipe, controller.measure_recipes, controller.undo))
 
     def save(self) -> None:
         """What to leave with; the engine writes it."""

@@ -49,7 +49,7 @@ def pane(app: DtypeApp) -> str:
 
 
 async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None, reason: str = "") -> None:
-    app.controller.put_in_force(F16)
+    app.controller.apply_recipe(F16)
     await say(app, pilot, events.CastDone(F16, lost, reason), events.Idle())  # type: ignore[arg-type]
 
 

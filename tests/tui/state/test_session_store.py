@@ -218,7 +218,7 @@ def test_recent_models_are_each_told_once_the_newest_first(tmp_path: Path) -> No
 
 
 def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no session to take up"):
+    with pytest.raises(UserError, match="no session to resume"):
         newest_session()
     model = tmp_path / "model"
     model.mkdir()

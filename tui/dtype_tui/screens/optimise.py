@@ -58,16 +58,16 @@ class OptimiseScreen(ModalScreen[None]):
     def __init__(
         self,
         experiment: Experiment,
-        put_in_force: Callable[[Recipe], bool],
+        apply_recipe: Callable[[Recipe], bool],
         measure: Callable[[Sequence[Recipe]], None],
         undo: Callable[[], None],
     ) -> None:
-        """`put_in_force` puts a recipe in force and has it measured; it returns False for the recipe that is in force. `measure`
+        """`apply_recipe` puts a recipe in force and has it measured; it returns False for the recipe that is in force. `measure`
         measures recipes, whatever recipe is in force.
         """
         super().__init__()
         self.experiment = experiment
-        self._put_in_force = put_in_force
+        self._apply_recipe = apply_recipe
         self._measure = measure
         self._undo = undo
         self.view = experiment.scan
@@ -286,7 +286,7 @@ class OptimiseScreen(ModalScreen[None]):
         recipe = self.recipe
         if recipe is None:
             return
-        if not self._put_in_force(recipe):
+        if not self._apply_recipe(recipe):
             self._warn("this point is in force already")
         self._draw()
 
