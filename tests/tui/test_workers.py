@@ -123,7 +123,7 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         for entry in experiment.measured[before:]:
             session.use_recipe(entry.recipe)
             assert session.drift().output.sqnr_db == entry.output.sqnr_db
-        assert view.measured_here() is not None
+        assert view.point_measurement() is not None
         await pilot.press("escape")
         # Other settings: all of the history is measured with these.
         app.controller.set_settings(de.RunSettings(compute="bfloat16"))

@@ -1,4 +1,4 @@
-"""The Memory pane: bytes of the checkpoint, the plan, the live tensors and the process."""
+"""The Memory pane: bytes of the checkpoint, of the plan, of the live tensors and of the process."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from dtype_tui.widgets.panes.base import Pane
 
 
 class MemoryPane(Pane):
-    """Bytes: of the checkpoint, of the plan, of the live tensors, of the process."""
+    """Shows the bytes of the checkpoint, of the plan, of the live tensors and of the process."""
 
     HELP = (
-        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once; "
-        "percentages are shares of these bytes, and more or less than stored. "
-        "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
-        "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
-        "measurement began. kept: outputs of modules, which the next measurement need not run for again, and the most they may "
-        "be (--keep); they are a part of the process or, where the model is there, of the device."
+        "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
+        "percentages are shares of these bytes, or the change from stored. "
+        "resident: all tensors of the live model now. process: the resident set; anonymous is the process's private memory, mapped "
+        "are pages of the checkpoint's files, which the system can reclaim. peak: of the process since the last "
+        "measurement began. kept: outputs of modules that the next measurement reuses, and their limit (--keep); they "
+        "are part of the process or, if the model is on a device, of the device."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -60,7 +60,9 @@ class MemoryPane(Pane):
         return grid
 
     def _mix(self) -> Text:
-        """The planned bytes as a bar, a stretch of its own for each dtype; the full width stands for the stored bytes."""
+        """The planned bytes as a bar with a section for each dtype, and a legend. The full width is the stored bytes, or planned
+        bytes if they are more.
+        """
         shares = self.experiment.totals[""].mix()
         plan = self.experiment.plan
         width = max(10, self.columns - 12)
@@ -73,7 +75,7 @@ class MemoryPane(Pane):
             text.append("█▓▒░"[min(index, 3)] * cells, style=colour(dtype))
             drawn += cells
         text.append("·" * max(0, width - drawn), style="dim")
-        used = width  # the legend starts on a line of its own, and none of its entries is broken
+        used = width  # the legend starts on a new line, and no entry is wrapped
         for index, (dtype, share) in enumerate(shares):
             entry = f" {dtypes.short_name(dtype)} {percent(share)} %"
             fits = used + 3 + len(entry) <= width
