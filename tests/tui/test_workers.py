@@ -71,7 +71,7 @@ async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process
         assert app.controller.engine.process_id is not None
         await pilot.press("escape")
         await until(pilot, lambda: not app.controller.activity.busy)
-        assert notices(app)[-1] == "stopped: scan; s goes on with it"
+        assert notices(app)[-1] == "stopped: scan; s resumes it"
         assert scan.report is not None
         done = scan.report.sequences
         assert 0 < done < SEQUENCES
@@ -137,7 +137,7 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
 
         await until(pilot, lambda: measured_now() == recipes and not app.controller.activity.busy)
         await pilot.press("m")
-        assert "all are measured on these inputs" in notices(app)[-1]
+        assert "all are already measured on these inputs" in notices(app)[-1]
 
 
 async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_gone(net: Path) -> None:

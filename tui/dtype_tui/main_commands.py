@@ -37,7 +37,7 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """The functions by `Command.action`; each takes the command's arguments."""
+        """The functions that run the commands, by `Command.action`. Each takes the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
         """Show only names that contain the text, and go to the first; an empty text shows all."""

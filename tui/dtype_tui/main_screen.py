@@ -202,7 +202,7 @@ class MainScreen(Screen[None]):
 
     @property
     def cursor(self) -> str | None:
-        """The node at which a resumed session starts; None while nothing is known of the model."""
+        """The node to save as the cursor of the session; None while nothing is known of the model."""
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget exists longer than the screen, so this works while the app is ending, and the last keys count.

@@ -120,7 +120,7 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         experiment = app.controller.experiment
         experiment.results = replace(experiment.results, losses=Losses())
         await say(app, pilot, events.ExportPlanned(F16, plan))
-        assert "found out while it is written" in flat(app)
+        assert "export checks whether" in flat(app)
         await say(app, pilot, events.CastDone(F16, LOST))
         assert SENTENCE in flat(app)
 

@@ -191,8 +191,7 @@ async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> No
         ):  # fmt: skip
             await enter(app, pilot, line)
             assert (
-                notices(app)[-1]
-                == f"{line.partition(' ')[2]} is there already: e asks before it replaces what is there"
+                notices(app)[-1] == f"{line.partition(' ')[2]} already exists: to replace it, use e, which asks first"
             )
         await enter(app, pilot, "recipe ~nobody-of-this-name/r.yaml")
         assert notices(app)[-1].startswith("can't write ~nobody-of-this-name/r.yaml: ")
@@ -225,7 +224,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         await enter(app, pilot, "inputs import os")
-        assert "known when the model is there" in notices(app)[-1]
+        assert "known when the model is loaded" in notices(app)[-1]
         await ready(app, pilot)
         await enter(app, pilot, "inputs import os, sys")
         assert engine(app).lines == ["import os, sys"]
@@ -256,7 +255,7 @@ async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
         await pilot.press(*"p bf", "tab")
         await pilot.pause()
         assert app.query_one(CommandLine).query_one(Input).value == "cast *.mlp bf16"
-        assert "takes 18 tensors" in screen(app)
+        assert "matches 18 tensors" in screen(app)
         assert app.query_one(ModuleTree).preview is not None
         await pilot.press("enter")
         await pilot.pause()

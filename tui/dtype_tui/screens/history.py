@@ -54,7 +54,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         Binding("enter", "go_back", "Go back to the recipe"),
         Binding("p", "pin", "Pin it: pinned ones come first"),
         Binding("c", "compare", "Compare two recipes: press it on each"),
-        Binding("P", "compare_all", "Make it the baseline in the tree and the panes; again: no baseline"),
+        Binding(
+            "P", "compare_all", "Make it the baseline that the tree and the panes compare with; again: no baseline"
+        ),
         Binding("m", "measure", "Measure all of them on the current inputs with the current settings"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),

@@ -46,7 +46,7 @@ class EngineLife:
         self._stopping: str | None = None
         """The job that was requested to stop and is still running (see `Activity.running`)."""
         self._stopping_since = 0.0
-        """`time.monotonic` of that request."""
+        """When the job was requested to stop, as `time.monotonic`."""
         self.must_end = False
         """Whether the running job has not stopped in time, and can only be stopped by ending the engine."""
 

@@ -182,7 +182,7 @@ class ScanState:
 
     @property
     def heading(self) -> str:
-        """The heading of the tree's column."""
+        """The heading of the tree's column of scores."""
         return (
             f"nats {dtypes.short_name(self.dtype)}"
             if self.report and "nats" in self.report.unit

@@ -77,7 +77,7 @@ class RowState:
     lit: bool
     """Whether a preview highlights it."""
     match: bool
-    """Whether it matches the filter."""
+    """Whether its name matches the filter."""
     opened: bool
 
 
