@@ -46,7 +46,7 @@ def saved_session(model: str | None) -> SavedSession:
     if not saved.own:
         if model is None:
             raise UserError(
-                f"the last session is of Python code, {printable(saved.model or '', 200)}, and somebody else could have written "
+                f"the last session is of Python code, {printable(saved.model or '', 200)}, and someone else could have written "
                 "it: to run that code, name it before --resume"
             )
         return saved

@@ -60,7 +60,7 @@ class ScanScreen(ModalScreen[str | None]):
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("enter", "go", "Go to the weight in the tree", priority=True),
-        Binding("escape,q", "leave", "Close; the scan goes on"),
+        Binding("escape,q", "leave", "Close; the scan continues"),
     ]
 
     def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:

@@ -70,7 +70,7 @@ STEPS = (
         "module that drifts most.",
         ("worst",),
     ),
-    Step("{undo} takes the cast back, {redo} makes it again.", ("undo",)),
+    Step("{undo} undoes the cast, {redo} applies it again.", ("undo",)),
     Step(
         "{cast} casts everything that a pattern matches. The prompt starts with the node's name.",
         ("cast",),

@@ -26,7 +26,7 @@ class MemoryPane(Pane):
 
     def draw(self, activity: str, node: str) -> Text | Table:
         experiment = self.experiment
-        plan, reading = experiment.plan, experiment.memory
+        plan, memory = experiment.plan, experiment.memory
         if experiment.model.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
         grid = PlainTable.labelled(gap=1)
@@ -36,26 +36,26 @@ class MemoryPane(Pane):
         if experiment.baseline is not None:
             grid.add_row("P planned", human_bytes(experiment.baseline.planned_bytes))
         grid.add_row("by bytes", self._mix())
-        if reading is None:
+        if memory is None:
             return grid
-        if reading.resident_bytes is not None:
-            devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in reading.resident_by_device if size)
-            grid.add_row("resident", devices or human_bytes(reading.resident_bytes))
-        if reading.rss_bytes is not None:
-            peak = f", peak {short_bytes(reading.peak_rss_bytes)}" if reading.peak_rss_bytes is not None else ""
-            grid.add_row("process", f"{short_bytes(reading.rss_bytes)}{peak}")
-            if reading.anonymous_bytes is not None:
-                grid.add_row("anonymous", human_bytes(reading.anonymous_bytes))
-            if reading.mapped_bytes is not None:
-                grid.add_row("mapped", f"{human_bytes(reading.mapped_bytes)} of the checkpoint")
-        if reading.kept_bytes is not None:
-            most = f" of {short_bytes(reading.kept_budget_bytes)}" if reading.kept_budget_bytes is not None else ""
-            grid.add_row("kept", f"{human_bytes(reading.kept_bytes)}{most}: outputs")
-        if reading.device_allocated_bytes is not None:
+        if memory.resident_bytes is not None:
+            devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.resident_by_device if size)
+            grid.add_row("resident", devices or human_bytes(memory.resident_bytes))
+        if memory.rss_bytes is not None:
+            peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
+            grid.add_row("process", f"{short_bytes(memory.rss_bytes)}{peak}")
+            if memory.anonymous_bytes is not None:
+                grid.add_row("anonymous", human_bytes(memory.anonymous_bytes))
+            if memory.mapped_bytes is not None:
+                grid.add_row("mapped", f"{human_bytes(memory.mapped_bytes)} of the checkpoint")
+        if memory.kept_bytes is not None:
+            most = f" of {short_bytes(memory.kept_budget_bytes)}" if memory.kept_budget_bytes is not None else ""
+            grid.add_row("kept", f"{human_bytes(memory.kept_bytes)}{most}: outputs")
+        if memory.device_allocated_bytes is not None:
             grid.add_row(
                 "device",
-                f"allocated {human_bytes(reading.device_allocated_bytes)}, reserved "
-                f"{human_bytes(reading.device_reserved_bytes or 0)}, peak {human_bytes(reading.device_peak_bytes or 0)}",
+                f"allocated {human_bytes(memory.device_allocated_bytes)}, reserved "
+                f"{human_bytes(memory.device_reserved_bytes or 0)}, peak {human_bytes(memory.device_peak_bytes or 0)}",
             )
         return grid
 
