@@ -182,7 +182,7 @@ def test_every_step_names_keys_that_there_are() -> None:
             assert app.guide.key_of(name)
 
 
-@pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t begins a tour"), (False, "dtype-tui tour")])
+@pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t starts a tour"), (False, "dtype-tui tour")])
 async def test_the_first_start_offers_it(is_demo: bool, said: str) -> None:
     app = make_app(is_demo=is_demo, offers_tour=True)
     async with running(app, SMALL) as pilot:

@@ -216,7 +216,7 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         assert engine(app).commands[-1] == "check ~/out"
         assert "checking whether ~/out exists on box" in screen(app)
         await say(app, pilot, events.PathChecked("~/other", True))
-        assert "looking" in screen(app), "that is about another path"
+        assert "checking" in screen(app), "that is about another path"
         await say(app, pilot, events.PathChecked("~/out", False, "can't write ~/out: Permission denied"))
         assert notices(app)[-1] == "can't write ~/out: Permission denied"
         await pilot.press("enter")
