@@ -1,8 +1,8 @@
-"""Write the manual pages of both programs from their help.
+"""Generate the manual pages of both programs from their help.
 
     python tui/write_man_pages.py FOLDER
 
-`man -l FOLDER/dtype-tui.1` shows one; in a folder of MANPATH, below man1, `man dtype-tui` finds it.
+`man -l FOLDER/dtype-tui.1` shows a page. `man dtype-tui` finds it if it is in the folder man1 of a folder on MANPATH.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NAMES = {
 }
 STATUS = {
     "0": "Done.",
-    "1": "The answer is no: a limit is missed, two checkpoints differ.",
-    "2": "Bad input; one line says what.",
-    "129, 130, 143": "Hung up, interrupted, killed.",
+    "1": "A check failed: a limit is exceeded, or two checkpoints differ.",
+    "2": "Bad input; a one-line message names it.",
+    "129, 130, 143": "Ended by a hang-up, an interrupt or a termination signal.",
 }
 FILES = {
     "$XDG_CONFIG_HOME/dtype-tui/config.yaml": "Theme, keys and defaults.",
@@ -36,7 +36,7 @@ FILES = {
 
 
 def page(program: str, commands: dict[str, click.Command]) -> str:
-    """The page of a program in the man macros of roff; `commands` by what is typed for each."""
+    """The manual page of a program, in roff's man macros. commands: by what the user types, such as `dtype-engine drift`."""
     other = next(name for name in NAMES if name != program)
     lines = [f'.TH {program.upper()} 1 "" "dtype-tui {__version__}" "User Commands"', ".SH NAME"]
     lines.append(f"{program} \\- {_plain(NAMES[program])}")
@@ -66,13 +66,13 @@ def _described(command: click.Command) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that roff takes for nothing else: no control line, no escape, and a hyphen that can be copied."""
+    """Escape text for roff: it becomes neither a control line nor an escape sequence, and its hyphens can be copied."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 
 
 def _all(typed: str, command: click.Command) -> dict[str, click.Command]:
-    """The command and those below it, by what is typed for each, but for hidden ones."""
+    """The command and its subcommands except hidden ones, by what the user types."""
     found = {typed: command}
     if isinstance(command, click.Group):
         context = click.Context(command)

@@ -1,4 +1,4 @@
-"""What a test of a key looks at in the app, and how it gets to where the key is."""
+"""Functions with which tests of keys observe the app, and scenes that bring the app to the place of a key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Look = Callable[[DtypeApp], Any]
 # -- what to look at ------------------------------------------------------------------------------------------------
 
 
-def asked(app: DtypeApp) -> str:
+def last_command(app: DtypeApp) -> str:
+    """The last command that the app sent to the engine."""
     return engine(app).commands[-1]
 
 
@@ -64,7 +65,7 @@ def focus(app: DtypeApp) -> str | None:
 
 
 def typed(app: DtypeApp) -> str:
-    """In the line that has the focus."""
+    """The text of the input line that has the focus."""
     return app.focused.value if isinstance(app.focused, Input) else "no line"
 
 
@@ -72,14 +73,14 @@ def typing(app: DtypeApp) -> bool:
     return isinstance(app.focused, Input)
 
 
-def here(app: DtypeApp) -> str:
-    """The line with the mark of what is chosen."""
+def marked_line(app: DtypeApp) -> str:
+    """The line with the mark of the choice, from the mark on."""
     (line,) = (line for line in lines(app) if "›" in line and "‹" not in line)
     return " ".join(line[line.index("›") :].partition("│")[0].split())
 
 
 def chosen(app: DtypeApp) -> str:
-    return here(app).split()[1]
+    return marked_line(app).split()[1]
 
 
 def row(app: DtypeApp) -> int:
@@ -95,18 +96,18 @@ def pane(app: DtypeApp) -> str:
 
 
 def point(app: DtypeApp) -> int:
-    """Of the front; the last is -1."""
+    """Index of the point of the Pareto front; -1 for the last."""
     view: Any = app.screen
     return -1 if view.index == len(view.front.points) - 1 else view.index
 
 
-def on(page: Callable[[Any], Any]) -> Look:
-    """Something of the screen that is in front."""
+def on_page(page: Callable[[Any], Any]) -> Look:
+    """Observes the topmost screen."""
     return lambda app: page(app.screen)
 
 
 def bottom(words: str) -> Look:
-    """Whether the last line has these words."""
+    """Observes whether the last line contains these words."""
     return lambda app: words in lines(app)[-1]
 
 
@@ -131,7 +132,7 @@ def at(node: str, scene: Scene = ready) -> Scene:
 
 
 async def much_said(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """More sentences than a box has lines."""
+    """More messages than a box has lines."""
     await ready(app, pilot)
     for number in range(40):
         app.notify(f"sentence {number}")
@@ -147,8 +148,8 @@ def cast(rule: str, scene: Scene = ready) -> Scene:
     return there
 
 
-def once(what: Look, *keys: str) -> Scene:
-    """After the keys, what a thread works out is there."""
+def wait_after(what: Look, *keys: str) -> Scene:
+    """Press the keys, and wait until a thread of the app has made `what` true."""
 
     async def there(app: DtypeApp, pilot: Pilot[None]) -> None:
         await pilot.press(*keys)

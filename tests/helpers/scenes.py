@@ -65,7 +65,7 @@ async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
 async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     """A mixed recipe, measured."""
     await ready(app, pilot)
-    app.controller.put_in_force(MIXED)
+    app.controller.apply_recipe(MIXED)
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
     await say(
@@ -77,7 +77,7 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
-    app.controller.put_in_force(MIXED)
+    app.controller.apply_recipe(MIXED)
     await say(
         app,
         pilot,
@@ -110,8 +110,8 @@ def after(scene: Scene, *keys: str) -> Scene:
     return bring_up
 
 
-def told(scene: Scene, event: Callable[[DtypeApp], events.Event], *keys: str) -> Scene:
-    """After another scene the engine tells this; then keys."""
+def with_event(scene: Scene, event: Callable[[DtypeApp], events.Event], *keys: str) -> Scene:
+    """The scene after an event of the engine, and then after keys."""
 
     async def bring_up(app: DtypeApp, pilot: Pilot[None]) -> None:
         await scene(app, pilot)
@@ -249,20 +249,20 @@ SCENES: dict[str, Scene] = {
     "help": after(ready, "question_mark"),
     "details": after(mixed, "enter"),
     "settings": after(ready, "comma"),
-    "flow": told(mixed, flow),
-    "generation": told(mixed, generated),
-    "speed": told(mixed, timed),
-    "values": told(ready, values),
-    "inputs": told(ready, inputs, "i"),
+    "flow": with_event(mixed, flow),
+    "generation": with_event(mixed, generated),
+    "speed": with_event(mixed, timed),
+    "values": with_event(ready, values),
+    "inputs": with_event(ready, inputs, "i"),
     "presets": after(ready, "p"),
-    "leave": told(after(mixed, "e"), exported),
-    "causes": told(after(mixed, "d"), causes),
+    "leave": with_event(after(mixed, "e"), exported),
+    "causes": with_event(after(mixed, "d"), causes),
     "history": history,
     "compared": after(history, "j", "P", "escape"),
     "scan-dtypes": after(ready, "s"),
-    "heat": told(ready, scanned),
-    "scan": told(ready, scanned, "s"),
-    "optimise": told(ready, scanned, "o"),
+    "heat": with_event(ready, scanned),
+    "scan": with_event(ready, scanned, "s"),
+    "optimise": with_event(ready, scanned, "o"),
     "jobs": after(queued, "J"),
 }
 

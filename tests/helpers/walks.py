@@ -1,6 +1,4 @@
-"""Every key that the help names, place by place, with what it does. A walk brings a place up and presses its keys one after
-the other.
-"""
+"""Every key in the help, by place, with its effect. A walk opens a place and presses its keys one after the other."""
 
 from __future__ import annotations
 
@@ -10,7 +8,6 @@ from typing import Any
 from tests.helpers.observations import (
     MLP,
     Look,
-    asked,
     at,
     bottom,
     cast,
@@ -18,15 +15,15 @@ from tests.helpers.observations import (
     cursor,
     focus,
     half_scanned,
-    here,
+    last_command,
     last_rule,
     line,
     many_causes,
     many_inputs,
+    marked_line,
     much_said,
     not_finite,
-    on,
-    once,
+    on_page,
     opened,
     pane,
     point,
@@ -38,9 +35,10 @@ from tests.helpers.observations import (
     top,
     typed,
     typing,
+    wait_after,
 )  # fmt: skip
 from tests.helpers.recording_engine import engine
-from tests.helpers.scenes import SCENES, Scene, after, measuring, mixed, queued, ready, scanned, told
+from tests.helpers.scenes import SCENES, Scene, after, measuring, mixed, queued, ready, scanned, with_event
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
@@ -51,7 +49,7 @@ from dtype_tui.widgets.module_tree import ModuleTree
 
 @dataclass(frozen=True)
 class Key:
-    """A key, what to look at, and what is to be seen there after it, and not before."""
+    """A key, and an observation that gives `seen` after the key is pressed, but not before."""
 
     key: str
     look: Look
@@ -60,7 +58,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Walk:
-    """Keys of one place, one after the other; a Scene among them only gets there."""
+    """Keys of one place, in order. A Scene among the steps only prepares the next key."""
 
     place: str
     scene: Scene
@@ -116,27 +114,27 @@ IN_MAIN = (
             press("ctrl+t"),
             Key("enter", title, "down_proj"),
             back,
-            Key("f", asked, "flow"),
-            Key("g", asked, "generate 48"),
-            Key("t", asked, "speed"),
-            Key("m", asked, "measure"),
+            Key("f", last_command, "flow"),
+            Key("g", last_command, "generate 48"),
+            Key("t", last_command, "speed"),
+            Key("m", last_command, "measure"),
         ),
     ),
     Walk(
         MAIN,
         at("model.embed_tokens.weight"),
         (
-            Key("v", asked, "look at model.embed_tokens.weight"),
+            Key("v", last_command, "look at model.embed_tokens.weight"),
             Key("s", top, "ScanSetup"),
             back,
-            told(press(), scanned),
+            with_event(press(), scanned),
             Key("o", top, "OptimiseScreen"),
         ),
     ),
     Walk(
         MAIN,
-        told(cast(MLP), not_finite),
-        (press("3"), told(press(), not_finite), Key("a", last_rule, f"{MLP}=bfloat16")),
+        with_event(cast(MLP), not_finite),
+        (press("3"), with_event(press(), not_finite), Key("a", last_rule, f"{MLP}=bfloat16")),
     ),
     Walk(
         MAIN,
@@ -151,8 +149,8 @@ IN_MAIN = (
             Key("colon", focus, "command-input"),
         ),
     ),
-    Walk(MAIN, measuring, (Key("escape", asked, "cancel"),)),
-    Walk(MAIN, measuring, (Key("R", asked, "restart"),)),
+    Walk(MAIN, measuring, (Key("escape", last_command, "cancel"),)),
+    Walk(MAIN, measuring, (Key("R", last_command, "restart"),)),
     Walk(MAIN, ready, (Key("q", lambda app: app._exit, True),)),
 )
 OTHER_PLACES = (
@@ -238,11 +236,11 @@ OTHER_PLACES = (
             Key("down", chosen, "activations"),
             Key("j", chosen, "storage-only"),
             Key("tab", chosen, "autocast"),
-            Key("right", here, "› autocast off [bf16] f16"),
-            Key("l", here, "› autocast off bf16 [f16]"),
-            Key("space", here, "› autocast [off] bf16 f16"),
-            Key("left", here, "› autocast off bf16 [f16]"),
-            Key("h", here, "› autocast off [bf16] f16"),
+            Key("right", marked_line, "› autocast off [bf16] f16"),
+            Key("l", marked_line, "› autocast off bf16 [f16]"),
+            Key("space", marked_line, "› autocast [off] bf16 f16"),
+            Key("left", marked_line, "› autocast off bf16 [f16]"),
+            Key("h", marked_line, "› autocast off [bf16] f16"),
             Key("enter", lambda app: [settings.autocast for settings in engine(app).settings], ["bfloat16"]),
             press("comma"),
             Key("escape", top, "MainScreen"),
@@ -252,7 +250,7 @@ OTHER_PLACES = (
     ),
     Walk(
         "In the inputs",
-        told(ready, many_inputs, "i"),
+        with_event(ready, many_inputs, "i"),
         (
             Key("down", scrolled, 1),
             Key("pagedown", scrolled, 9),
@@ -265,21 +263,21 @@ OTHER_PLACES = (
         "In the dtypes to scan",
         after(ready, "s"),
         (
-            Key("up", here, "› [ ] i4@128 int4@g128"),
-            Key("k", here, "› [ ] nvfp4 nvfp4"),
-            Key("down", here, "› [ ] i4@128 int4@g128"),
-            Key("j", here, "› [x] bf16 bfloat16"),
-            Key("space", here, "› [ ] bf16 bfloat16"),
+            Key("up", marked_line, "› [ ] i4@128 int4@g128"),
+            Key("k", marked_line, "› [ ] nvfp4 nvfp4"),
+            Key("down", marked_line, "› [ ] i4@128 int4@g128"),
+            Key("j", marked_line, "› [x] bf16 bfloat16"),
+            Key("space", marked_line, "› [ ] bf16 bfloat16"),
             Key("escape", top, "MainScreen"),
             press("s"),
             Key("q", top, "MainScreen"),
             press("s", "space"),
-            Key("enter", asked, "scan float16,float8_e4m3fn,float8_e5m2,int8"),
+            Key("enter", last_command, "scan float16,float8_e4m3fn,float8_e5m2,int8"),
         ),
     ),
     Walk(
         "In the scan",
-        told(ready, scanned, "s"),
+        with_event(ready, scanned, "s"),
         (
             Key("right", lambda app: app.controller.experiment.scan.dtype, "float8_e4m3fn"),
             Key("l", lambda app: app.controller.experiment.scan.dtype, "int8"),
@@ -288,7 +286,7 @@ OTHER_PLACES = (
             Key("j", row, 1),
             Key("k", row, 0),
             Key("b", bottom("b by score"), True),
-            Key("a", on(lambda page: page.query_one(DataTable).row_count), 3 * 56),
+            Key("a", on_page(lambda page: page.query_one(DataTable).row_count), 3 * 56),
             Key("m", bottom("m ranking"), True),
             Key("m", bottom("m map"), True),
             Key("escape", top, "MainScreen"),
@@ -300,12 +298,16 @@ OTHER_PLACES = (
             Key("enter", top, "MainScreen"),
         ),
     ),
-    Walk("In the scan", told(after(ready, "s", "enter"), half_scanned, "s"), (Key("space", asked, "pause"),)),
+    Walk(
+        "In the scan", with_event(after(ready, "s", "enter"), half_scanned, "s"), (Key("space", last_command, "pause"),)
+    ),
     Walk(
         "Along the front",
-        told(ready, scanned, "o"),
+        with_event(ready, scanned, "o"),
         (
-            once(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 2), "pageup", "pageup", *["left"] * 4),
+            wait_after(
+                on_page(lambda page: page.query_one(VerticalScroll).max_scroll_y > 2), "pageup", "pageup", *["left"] * 4
+            ),
             Key("down", scrolled, 1),
             Key("j", scrolled, 2),
             Key("up", scrolled, 1),
@@ -314,10 +316,10 @@ OTHER_PLACES = (
             Key("u", rules, []),
             Key("c", title, "Two recipes side by side"),
             back,
-            Key("m", asked, "recipes"),
-            Key("plus", on(lambda page: page.zoom), 2),
-            Key("equals_sign", on(lambda page: page.zoom), 4),
-            Key("minus", on(lambda page: page.zoom), 2),
+            Key("m", last_command, "recipes"),
+            Key("plus", on_page(lambda page: page.zoom), 2),
+            Key("equals_sign", on_page(lambda page: page.zoom), 4),
+            Key("minus", on_page(lambda page: page.zoom), 2),
             Key("home", point, 0),
             Key("right", point, 1),
             Key("l", point, 2),
@@ -343,9 +345,9 @@ OTHER_PLACES = (
     ),
     Walk(
         "In drift over depth",
-        told(after(mixed, "d"), many_causes),
+        with_event(after(mixed, "d"), many_causes),
         (
-            once(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 0)),
+            wait_after(on_page(lambda page: page.query_one(VerticalScroll).max_scroll_y > 0)),
             Key("j", scrolled, 1),
             Key("k", scrolled, 0),
             Key("escape", top, "MainScreen"),
@@ -366,10 +368,10 @@ OTHER_PLACES = (
             ),
             Key("j", row, 1),
             Key("k", row, 0),
-            Key("m", asked, "recipes"),
+            Key("m", last_command, "recipes"),
             Key("P", lambda app: app.controller.experiment.baseline is not None, True),
             press("P"),
-            Key("c", on(lambda page: str(page.query_one(DataTable).get_cell_at((0, 0)))), "4*c"),
+            Key("c", on_page(lambda page: str(page.query_one(DataTable).get_cell_at((0, 0)))), "4*c"),
             press("j"),
             Key("c", title, "Two recipes side by side"),
             back,
@@ -386,7 +388,7 @@ OTHER_PLACES = (
         "In the presets",
         ready,
         (
-            once(on(lambda page: len(page.effects) == len(PRESETS)), "p"),
+            wait_after(on_page(lambda page: len(page.effects) == len(PRESETS)), "p"),
             Key("down", chosen, "fp16-but-norms"),
             Key("j", chosen, "fp8-linears"),
             Key("tab", chosen, "norms-head-fp32"),
@@ -412,21 +414,21 @@ OTHER_PLACES = (
             Key("shift+tab", chosen, "checkpoint"),
             Key("escape", top, "MainScreen"),
             press("e"),
-            Key("enter", asked, "save"),
+            Key("enter", last_command, "save"),
         ),
     ),
     Walk(
         "In the jobs",
         after(queued, "J"),
         (
-            Key("down", here, "› then: scan"),
-            Key("j", here, "› then: writing"),
-            Key("up", here, "› then: scan"),
+            Key("down", marked_line, "› then: scan"),
+            Key("j", marked_line, "› then: writing"),
+            Key("up", marked_line, "› then: scan"),
             Key("k", chosen, "measuring:"),
             press("down"),
-            Key("x", asked, "cancel scan"),
+            Key("x", last_command, "cancel scan"),
             press("down"),
-            Key("delete", asked, "cancel write"),
+            Key("delete", last_command, "cancel write"),
             Key("escape", top, "MainScreen"),
             press("J"),
             Key("q", top, "MainScreen"),

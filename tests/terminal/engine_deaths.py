@@ -123,7 +123,7 @@ class Deaths:
         """The key for the scan begins it anew: what the engine had of it was its own."""
         self.slow(0.3)
         self.terminal.press("s")
-        self.terminal.wait_for("Every weight in each", 20)
+        self.terminal.wait_for("Scores every weight", 20)
         self.terminal.press("\r")
         self.terminal.wait_for("Esc stops", 20)
         self._dies(number, r"\* → f16")

@@ -113,7 +113,7 @@ def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
         terminal.wait_for("ready", 100)
     if moment == "scanning":
         terminal.press("s")
-        terminal.wait_for("Every weight in each", 20)
+        terminal.wait_for("Scores every weight", 20)
         terminal.press("\r")
         terminal.wait_for(r"scan +[0-9]+ %", 100)
     elif moment == "exporting":

@@ -134,4 +134,4 @@ def test_a_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Pa
 def test_nothing_to_take_up(opened: Opener) -> None:
     terminal = opened("--resume")
     assert terminal.exit_status() == 2
-    assert "no session to take up" in terminal.raw.decode()
+    assert "no session to resume" in terminal.raw.decode()

@@ -40,7 +40,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal.wait_for(r"SQNR +exact")
     terminal.press("c")
     terminal.wait_for(r"\*=bf16\s")
-    terminal.wait_for(r"takes 5\d tensors · 707\.8 k parameters · 2\.70 MiB → 1\.35 MiB")
+    terminal.wait_for(r"matches 5\d tensors · 707\.8 k parameters · 2\.70 MiB → 1\.35 MiB")
     terminal.press("\r")
     terminal.wait_for(r"planned +1\.35 MiB +50\.0 % less")
     terminal.wait_for(r"SQNR +4\d\.\d\d dB")

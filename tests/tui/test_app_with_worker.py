@@ -210,7 +210,7 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
         await until(pilot, lambda: app.controller.activity.what.startswith("timing"))
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
-        await until(pilot, lambda: "The causes come next, after: timing" in screen(app))
+        await until(pilot, lambda: "The causes follow, after: timing" in screen(app))
         await pilot.press("escape")
         await until(pilot, lambda: app.controller.activity.running == "speed" and app.controller.activity.waiting == ())
         slow(net, 0)

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.text import Text
 from tests.helpers.observations import many_causes, many_inputs
 from tests.helpers.recording_engine import make_app
-from tests.helpers.scenes import SCENES, Scene, after, mixed, ready, scanned, told
+from tests.helpers.scenes import SCENES, Scene, after, mixed, ready, scanned, with_event
 from tests.helpers.screen_text import lines
 from textual.containers import ScrollableContainer, VerticalScroll
 from textual.widget import Widget
@@ -19,12 +19,12 @@ from dtype_tui.app import DtypeApp
 
 SMALL = (80, 24)
 MORE_SCENES: dict[str, Scene] = {
-    "map": told(ready, scanned, "s", "m"),
-    "all dtypes": told(ready, scanned, "s", "a"),
+    "map": with_event(ready, scanned, "s", "m"),
+    "all dtypes": with_event(ready, scanned, "s", "a"),
     "compare": after(SCENES["history"], "c", "j", "c"),
-    "limits": told(ready, scanned, "o", "slash"),
-    "many inputs": told(ready, many_inputs, "i"),
-    "many causes": told(after(mixed, "d"), many_causes),
+    "limits": with_event(ready, scanned, "o", "slash"),
+    "many inputs": with_event(ready, many_inputs, "i"),
+    "many causes": with_event(after(mixed, "d"), many_causes),
     "messages": after(ready, "u", "M"),
     "palette": after(ready, "ctrl+p"),
     "paths": after(ready, "colon", *"export "),

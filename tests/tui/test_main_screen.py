@@ -106,7 +106,7 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
         await pilot.press("x")
         assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
         await pilot.press("x")
-        assert "rule 1 reaches beyond this node" in notices(app)[-1]
+        assert "rule 1 also matches tensors beyond this node" in notices(app)[-1]
         await pilot.press("u", "u", "u", "u")
         assert app.controller.experiment.recipe == Recipe()
         assert "nothing left to undo" in notices(app)[-1]
@@ -143,11 +143,11 @@ async def test_the_cast_prompt_walks_from_one_to_its_kind_and_previews(app: Dtyp
         field = app.query_one("#cast-input", Input)
         assert field.value == "model.layers.3.mlp=bf16"
         await pilot.pause(0.1)
-        await until(pilot, lambda: "takes 3 tensors · 73.7 k parameters · 288.00 KiB → 144.00 KiB" in screen(app))
+        await until(pilot, lambda: "matches 3 tensors · 73.7 k parameters · 288.00 KiB → 144.00 KiB" in screen(app))
         await pilot.press("tab")
         assert field.value == "model.layers.*.mlp=bf16"
         await pilot.pause(0.1)
-        await until(pilot, lambda: "takes 18 tensors" in screen(app))
+        await until(pilot, lambda: "matches 18 tensors" in screen(app))
         assert tree_of(app).preview is not None
         assert "model.layers.5.mlp" in tree_of(app).preview.modules
         await pilot.press("tab")
@@ -169,7 +169,7 @@ async def test_the_cast_prompt_says_what_is_wrong_as_it_is_typed(app: DtypeApp) 
         for text, says in {
             "*=bf17": "did you mean bf16",
             "{a=bf16": "never closed",
-            "nothing=bf16": "takes nothing",
+            "nothing=bf16": "matches nothing",
         }.items():
             field.value = text
             await pilot.pause(0.1)
@@ -662,7 +662,7 @@ async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> 
 async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await pilot.press("v")
-        assert notices(app) == ["values are those of a tensor: go to one"]
+        assert notices(app) == ["only tensors have values: go to one"]
         tree_of(app).go_to("model.embed_tokens.weight")
         await pilot.press("v")
         assert engine(app).commands[-1] == "look at model.embed_tokens.weight"

@@ -144,7 +144,7 @@ async def test_keys_that_were_put_elsewhere_are_named() -> None:
         assert "f9 leaves it" in screen(app)
         await pilot.press(*["f7"] * 5, "right")
         await came_to(app, pilot, 2)
-        assert "f6 casts what the cursor is on" in screen(app)
+        assert "f6 casts the node under the" in screen(app)
         await pilot.press("f6")
         assert len(rules(app)) == 1
         await pilot.press("f9")
@@ -182,7 +182,7 @@ def test_every_step_names_keys_that_there_are() -> None:
             assert app.guide.key_of(name)
 
 
-@pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t begins a tour"), (False, "dtype-tui tour")])
+@pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t starts a tour"), (False, "dtype-tui tour")])
 async def test_the_first_start_offers_it(is_demo: bool, said: str) -> None:
     app = make_app(is_demo=is_demo, offers_tour=True)
     async with running(app, SMALL) as pilot:

@@ -71,7 +71,7 @@ async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process
         assert app.controller.engine.process_id is not None
         await pilot.press("escape")
         await until(pilot, lambda: not app.controller.activity.busy)
-        assert notices(app)[-1] == "stopped: scan; s goes on with it"
+        assert notices(app)[-1] == "stopped: scan; s resumes it"
         assert scan.report is not None
         done = scan.report.sequences
         assert 0 < done < SEQUENCES
@@ -81,9 +81,9 @@ async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process
         await pilot.press("s")
         await until(pilot, lambda: scan.finished and not app.controller.activity.busy)
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
-    assert untimed(scan.report) == untimed(session.scan(scan.asked))
+    assert untimed(scan.report) == untimed(session.scan(scan.requested))
     # Another engine of another session goes on with what was kept: a pass would take a minute now.
-    saved = SavedSession(f"{net}:Net", "net", recipes=(Recipe(),), scanned=scan.asked)
+    saved = SavedSession(f"{net}:Net", "net", recipes=(Recipe(),), scanned=scan.requested)
     again = app_on(net, None, saved)
     async with opened(again) as pilot:
         slow(net, 5)
@@ -123,7 +123,7 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         for entry in experiment.measured[before:]:
             session.use_recipe(entry.recipe)
             assert session.drift().output.sqnr_db == entry.output.sqnr_db
-        assert view.measured_here() is not None
+        assert view.point_measurement() is not None
         await pilot.press("escape")
         # Other settings: all of the history is measured with these.
         app.controller.set_settings(de.RunSettings(compute="bfloat16"))
@@ -137,7 +137,7 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
 
         await until(pilot, lambda: measured_now() == recipes and not app.controller.activity.busy)
         await pilot.press("m")
-        assert "all are measured on these inputs" in notices(app)[-1]
+        assert "all are already measured on these inputs" in notices(app)[-1]
 
 
 async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_gone(net: Path) -> None:
@@ -153,7 +153,7 @@ async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_go
         workers = [process for process in psutil.process_iter() if _is_worker(process, net)]
         psutil.Process(engine.process_id).kill()
         await until(pilot, lambda: app.controller.life.error is not None)
-        assert any("s goes on with the scan" in words for words in notices(app))
+        assert any("s resumes the scan" in words for words in notices(app))
         assert experiment.scan.report is not None
         done = experiment.scan.report.sequences
         _, alive = psutil.wait_procs(workers, timeout=60)

@@ -1,1 +1,1 @@
-"""dtype-tui: the terminal explorer over `dtype_engine`."""
+"""dtype-tui: a terminal app for exploring models in mixed dtypes, built on `dtype_engine`."""

@@ -1,4 +1,4 @@
-"""Where `dtype-tui` begins: the engine's process is started before anything else is imported."""
+"""Entry point of `dtype-tui`. It starts the engine's process before it imports anything else."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from dtype_tui.process.ending import exit_at_once
 from dtype_tui.process.gc_policy import pause_gc
 
 _SWITCH_S = 0.001
-"""How long a thread that reads what the engine tells may keep a key waiting, each time: Python's own 5 ms add up to 30."""
+"""Python's thread switch interval in seconds. With the default of 5 ms, the thread that reads events delays a key by 30 ms."""
 _FRAMES_A_SECOND = 120
-"""A key right after a frame waits for the next one: 17 ms at Textual's own 60."""
+"""The response to a key waits for the next frame: up to 17 ms at Textual's default of 60 frames per second, here up to 8 ms."""
 
 
 def main() -> None:
     """The `dtype-tui` program."""
-    os.environ.setdefault("TEXTUAL_FPS", str(_FRAMES_A_SECOND))  # Textual reads it when it is imported
+    os.environ.setdefault("TEXTUAL_FPS", str(_FRAMES_A_SECOND))  # Textual reads this when it is imported
     sys.setswitchinterval(_SWITCH_S)
     pause_gc()
     start_early(sys.argv[1:])

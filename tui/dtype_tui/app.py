@@ -1,4 +1,4 @@
-"""The app: themes, the palette, signals, and what begins and ends with it. What is on the screen is the main screen's."""
+"""The app: its start and end, signals, the session's saving, and the command palette. The main screen draws everything."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
+"""Seconds between checks whether the web server is still connected."""
 LONGEST_WITHOUT_GC_S = 60.0
 
 
 class DtypeApp(BaseApp[None]):
-    """Explore a model, cast what a pattern takes, watch drift and memory.
+    """Explores a model: the user casts the tensors that a pattern matches, and watches drift and memory.
 
-    start_engine: makes the engine, which calls what it is given with every event, from any thread.
+    start_engine: makes the engine. Its argument is the function that the engine calls with every event, from any thread.
     """
 
     CSS_PATH = "app.tcss"
@@ -70,16 +71,16 @@ class DtypeApp(BaseApp[None]):
         self.guide = TourGuide(self, self.main, self.controller, launch)
 
     def _emit(self, event: events.Event) -> None:
-        """Called by the engine's threads; nothing is posted any more once the app has ended."""
+        """Post an event to the main screen. Called by the engine's threads, possibly after the app has ended."""
         if isinstance(event, events.HeadersRead | events.ModelReady):
             self.controller.experiment.prepare(event.tree)
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the app has ended, and its event loop is closed
             self.main.post_message(EngineEvent(event))
 
     def get_default_screen(self) -> Screen[None]:
         return self.main
 
-    # -- lifetimes -----------------------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------------------------
 
     def on_mount(self) -> None:
         self.set_interval(_SAVE_EVERY_S, self._save_session)
@@ -88,16 +89,16 @@ class DtypeApp(BaseApp[None]):
             loop.add_signal_handler(number, partial(self.exit, return_code=128 + number))
         if self.is_web:
             self.set_interval(_SERVER_EVERY_S, self._end_with_the_server)
-        # The first paint comes first: starting the engine imports torch.
+        # The engine starts after the first paint, because it imports torch.
         self.call_after_refresh(self._begin)
 
     async def _begin(self) -> None:
         if self.return_code is not None:
-            return  # q came before the first paint was over, and nothing can be mounted any more
+            return  # the user quit before the first paint was complete, and nothing can be mounted any more
         await self.main.ensure_prompts()
         self._make_saver()
         pause_gc()
-        # An engine may never get so far that `MainScreen` resumes it.
+        # In case the engine never sends the event after which `MainScreen` resumes it.
         asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
         self.controller.engine.start()
         self.guide.begin()
@@ -119,7 +120,7 @@ class DtypeApp(BaseApp[None]):
             self._saver.update(self.controller.experiment, cursor)
 
     def on_unmount(self) -> None:
-        """End what was begun, with the session on the disk, however early the end comes."""
+        """Save the session and close the engine, even if the app ends before it has fully started."""
         self._make_saver()
         self._save_session()
         if self._saver is not None:
@@ -136,7 +137,7 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """As Textual does; the tour hears of it."""
+        """Run an action as Textual does, and pass it to the tour."""
         if isinstance(action, str) and self.guide.closes_offer(action):
             return True
         handled = await super().run_action(action, default_namespace, namespaces)
@@ -168,7 +169,7 @@ class DtypeApp(BaseApp[None]):
         from dtype_tui.screens.modal import CommandPalette
 
         if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
-            self.push_screen(CommandPalette())  # no id: the last one may still be going
+            self.push_screen(CommandPalette())  # without an id, since the previous one may still be closing
 
     def search_themes(self) -> None:
         from textual.theme import ThemeProvider

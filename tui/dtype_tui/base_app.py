@@ -1,4 +1,4 @@
-"""What the app and the model picker share: the colours, ASCII, and how an error that nobody thought of ends them."""
+"""The base class of the app and the model picker: colours, ASCII, messages, keys, and the end by an unexpected error."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
 READ_S = 4.0
-"""A sentence stays on the screen until a key is pressed so long after it was said, or Escape."""
+"""Seconds after which the next key counts a message as read and removes it. Escape removes it at any time."""
 
 
 class BaseApp(App[ReturnType]):
-    """Draws in the theme and the characters of the configuration, and ends by an unexpected error with one sentence.
+    """Draws in the configured theme and characters, and ends with a single sentence after an unexpected error.
 
-    Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does. An error in Textual's own
-    palette closes the palette, and a click that Textual can't handle is ignored: neither is worth the session's end. Both are
-    reported, and written to a file.
+    Textual would show a traceback of hundreds of lines; with DTYPE_TUI_TRACEBACK set it still does. An error in Textual's command
+    palette only closes the palette, and a click that Textual can't handle is ignored, since neither should end the session. Both
+    errors are reported and written to a file.
 
-    What it says stands in a line of its own in the topmost window and is kept: Textual's toasts cover what is below them, and are
-    gone whether or not somebody has read them.
+    Messages are shown in a separate line of the topmost window and are kept. Textual's toasts would cover what is below them, and
+    disappear even if the user has not read them.
     """
 
     NOTIFICATION_TIMEOUT = math.inf
@@ -56,16 +56,17 @@ class BaseApp(App[ReturnType]):
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None
-        """The last sentence that has been read."""
+        """The last message that the user has read."""
 
     @property
     def messages(self) -> list[Notification]:
-        """What was said, the oldest first."""
+        """All messages, the oldest first."""
         return list(self._notifications)
 
     def _refresh_notifications(self) -> None:
-        """Show the newest sentence that has not been read, in place of Textual's toasts. Textual calls this for every new one, and
-        when a window comes to the top.
+        """Show the newest unread message, in place of Textual's toasts.
+
+        Textual calls this for every new message, and when another window becomes the topmost one.
         """
         said = self.messages
         for old in said[:-MOST_MESSAGES]:
@@ -81,14 +82,14 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """A key is pressed: what was said long enough ago has been read, and by Escape what was said just now."""
+        """Mark the newest message as read after a key press, if it is old enough. surely: mark it in any case."""
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
             self._read = said[-1]
             self._refresh_notifications()
 
     def on_driver_signal_resume(self) -> None:
-        """Draw the whole screen again: terminals clear the screen that they change to, and Textual draws only what has changed."""
+        """Redraw everything after a suspend: the terminal has cleared the screen, but Textual would draw only what has changed."""
         if self.screen_stack:
             self.screen.refresh()
 
@@ -97,31 +98,30 @@ class BaseApp(App[ReturnType]):
         return "Esc quits"
 
     def action_help_quit(self) -> None:
-        """Ctrl+C, which copies: say what quits. Textual's own sentence is markup, and names a key that is not in the help."""
+        """Say which key quits, on Ctrl+C, which copies. Textual's own sentence is markup and names a key that we do not use."""
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:
-        """Close the topmost window.
+        """Close the topmost window, and clear a cache of Textual.
 
-        Textual keeps what 1,024 widgets have drawn, closed or not, as arguments of a function whose results it remembers:
-        tens of MiB after some hundred windows.
+        The cache would keep the drawings of up to 1,024 widgets, including closed ones: tens of MiB after some hundred windows.
         """
         closed = super().pop_screen()
         StylesCache.get_inner_outer.cache_clear()
         return closed
 
     async def on_event(self, event: Event) -> None:
-        """Let a key do all that it does before the next one is looked at.
+        """Complete the handling of each key before the next one is handled.
 
-        Textual hands a key to the widget that has the focus, from there to the one around it, and so on to the app, through a
-        queue each. Over a slow line keys arrive together, and each would act on what the ones before are only about to change.
+        Textual passes a key from the focused widget to its parents and finally the app, through a queue at each step. Over a slow
+        connection, several keys arrive together, and each would act before the effects of the previous ones.
         """
         if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
             await super().on_event(event)
             return
         if self.return_code is not None:
-            return  # the app ends: what comes after the key that leaves is not for it
-        while not self.screen.is_mounted:  # a window that another key or the engine opens
+            return  # the app is ending, so keys after the one that quits are ignored
+        while not self.screen.is_mounted:  # a previous key or the engine is just opening this window
             await AwaitMount(self.screen, [self.screen])
         if isinstance(event, Key):
             self.app_focus = True
@@ -131,7 +131,7 @@ class BaseApp(App[ReturnType]):
             self.focused._on_paste(event)
 
     async def _take_key(self, key: Key) -> None:
-        """As Textual does, but at once: what has priority, then text, then the bindings from the focus outwards."""
+        """Handle a key at once, in Textual's order: priority bindings, then text input, then bindings from the focus outwards."""
         if await self._check_bindings(key.key, priority=True):
             return
         without_alt = _after_escape(key)
@@ -152,11 +152,11 @@ class BaseApp(App[ReturnType]):
                 return
             if not isinstance(message, MouseEvent):
                 raise
-            self._pass_over(error, "the click was passed over")
+            self._pass_over(error, "the click was ignored")
 
     def _handle_exception(self, error: Exception) -> None:
         if isinstance(error, WorkerFailed) and isinstance(error.error, Exception):
-            # The palette's search runs in a task: what failed there comes in a wrapper without a traceback.
+            # The palette's search runs in a task, whose errors arrive in a wrapper without a traceback.
             error = error.error
         pump = active_message_pump.get(None)
         if is_from_closed_window(error, self):
@@ -186,7 +186,8 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """The letter of a key like alt+j from a terminal that sends Escape before the letter for it: as well it may have been Escape
-    and then the letter. Those that tell them apart send no character with alt.
+    """The letter of a key such as alt+j that may really have been Escape and then the letter; None for any other key.
+
+    Most terminals send the same bytes for both. Terminals that distinguish them send no character with alt.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

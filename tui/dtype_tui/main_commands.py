@@ -1,4 +1,4 @@
-"""The `:` line of the main screen: what its commands with words do, and what completes them."""
+"""Runs the commands of the `:` line that have arguments, and completes lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dtype_tui.widgets.tree_rows import ORDERS
 
 
 class CommandWords:
-    """Commands for the tree and the controller. Each raises UserError for words that it can't follow."""
+    """Commands for the tree and the controller. Each raises UserError for invalid arguments."""
 
     def __init__(self, controller: Controller, tree: ModuleTree) -> None:
         self._controller = controller
@@ -37,32 +37,32 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """By the names of `Command.action`; each takes the command's words."""
+        """The functions that run the commands, by `Command.action`. Each takes the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
-        """Show only names with this in them, and go to the first; an empty text shows all."""
+        """Show only names that contain the text, and go to the first; an empty text shows all."""
         self._tree.set_filter(text)
         if self._tree.matches:
             self._tree.next_match(1)
         elif text:
-            self._controller.notify(f"no name has {text} in it", "information")
+            self._controller.notify(f"no name contains {text}", "information")
 
     def go_to(self, name: str) -> None:
         if not self._tree.go_to(name):
             raise UserError(f"there is no {printable(name, 200)} in this model")
 
     def sort_by(self, order: str) -> None:
-        """Put children in one of the orders."""
+        """Sort the children of every node by one of `ORDERS`. Raises UserError for another order."""
         if order not in ORDERS:
             raise UserError(f"children are sorted by {', '.join(ORDERS)}")
         self._tree.sort_by(order)
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def show_columns(self, words: str = "") -> None:
-        """Show these columns of those that can be left out; no words show all."""
+        """Show only these of `COLUMNS`, separated by blanks or commas; an empty text shows all."""
         wanted = words.replace(",", " ").split() or list(COLUMNS)
         if not set(wanted) <= set(COLUMNS):
-            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always there")
+            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always shown")
         self._tree.hide(frozenset(COLUMNS) - set(wanted))
 
     def use_theme(self, name: str) -> None:
@@ -72,20 +72,23 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
+        """Write one of the save screen's kinds of file to a path.
+
+        Raises UserError if the path exists: only the save screen replaces files, after asking.
+        """
         from dtype_tui.screens.save import WRITTEN_THERE, save_request
 
         experiment = self._controller.experiment
         if not experiment.model.has_tree:
-            raise UserError("there is nothing to write before the model is there")
+            raise UserError("there is nothing to write before the model's tensors are known")
         there = bool(self._controller.engine.host) and kind in WRITTEN_THERE
         if not there and is_taken(typed):
-            raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
+            raise UserError(f"{printable(typed, 200)} already exists: to replace it, use e, which asks first")
         path = Path(typed) if there else Path(typed).expanduser()
         self._controller.save(save_request(kind, path, False, experiment.results.report))
 
     def completer(self) -> Completer:
-        """What may stand in a line: the keys' actions, the commands with words, and this model's names."""
+        """Completes lines with the actions of keys, the commands with arguments, and the names of this model."""
         actions = [
             (binding.action, binding.description)
             for binding in KEYS
@@ -101,7 +104,7 @@ class CommandWords:
 
     def _choices(self, kind: str) -> list[str]:
         if kind == "preset":
-            from dtype_engine.recipe.presets import PRESETS  # not for the first paint
+            from dtype_engine.recipe.presets import PRESETS  # the first paint does not need it
 
             return list(PRESETS)
         choices = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self._tree.app.available_themes)}

@@ -1,6 +1,6 @@
-"""The main screen: the tree, the panes and the prompts, and their keys.
+"""The main screen: the tree, the panes, the prompts, and the keys.
 
-What a key does to the experiment is the controller's, what it opens the windows'.
+Keys that change the experiment call the controller; keys that open a window call `Windows`.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ NARROW_BELOW = 100
 
 
 class MainScreen(Screen[None]):
-    """Explore a model, cast what a pattern takes, watch drift and memory.
+    """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the keys that the user has put elsewhere, by the id of their binding. cursor: the node to begin at.
+    chosen_keys: the user's own keys, by the id of their binding. cursor: the node to start at; None for the root.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
@@ -61,9 +61,9 @@ class MainScreen(Screen[None]):
         self.experiment = controller.experiment
         self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
-        """Where the session that was taken up stood, until the cursor is there or is moved."""
+        """The cursor's node in the resumed session; None once the cursor is there or the user has moved it."""
         self._worst = ""
-        """Where the key to the worst module last went."""
+        """The node that the key for the worst module last went to."""
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)
         self._words = CommandWords(controller, self.tree_view)
@@ -71,8 +71,9 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
-        """Seconds: what the engine tells is drawn at most so often, in every window. Ten times a second looks alive, and leaves a
-        line of 50 kB/s most of its time for the answers to keys, which are drawn at once.
+        """The least number of seconds between two redraws because of the engine's events, in every window.
+
+        Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the responses to keys, which are not delayed.
         """
         self._draw_is_due = False
         self._drawn_at = 0.0
@@ -94,10 +95,10 @@ class MainScreen(Screen[None]):
         self._go_to_wanted_cursor()
 
     def on_screen_resume(self) -> None:
-        self.show_all()  # at first, and when a window was closed: some change what the tree and the panes compare with
+        self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def ensure_prompts(self) -> None:
-        """Mount the prompts, which the first paint does not wait for; a key that wants one may come before that."""
+        """Mount the prompts, if they are not mounted. The first paint does not wait for them, but a key may need one early."""
         if self._prompts is None:
             self._prompts = self.mount(
                 CastPrompt(self.experiment, self.controller.add_rule),
@@ -109,7 +110,7 @@ class MainScreen(Screen[None]):
     def lay_out(self, size: Size) -> None:
         """Lay out for a terminal of this size."""
         if not self.query("#too-small"):
-            return  # on_mount asks for the size
+            return  # not composed yet; on_mount calls this again
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
@@ -122,7 +123,7 @@ class MainScreen(Screen[None]):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def show_all(self) -> None:
-        """Draw what differs from what is on the screen."""
+        """Redraw everything that has changed."""
         if not self.is_running:
             return
         self.tree_view.refresh_changed()
@@ -131,7 +132,7 @@ class MainScreen(Screen[None]):
         message = self.query_one("#message", Static)
         message.display = not self.experiment.model.has_tree
         if not self.experiment.model.has_tree:
-            waiting = f"{self.controller.activity.what}…\nThe tree appears when the model is there."
+            waiting = f"{self.controller.activity.what}…\nThe tree appears when the model's tensors are known."
             message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
     def _show_panes(self) -> None:
@@ -146,13 +147,13 @@ class MainScreen(Screen[None]):
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
-        """Show a line, if it says anything new: what is drawn again goes over the wire again."""
+        """Show a line if its text has changed. Every redraw costs bytes on a slow connection."""
         line = self.query_one(id, Static)
         if line.content != words:
-            line.update(words, layout=False)  # one line high, whatever it says
+            line.update(words, layout=False)  # it is always one line high
 
     def _draw_soon(self) -> None:
-        """Draw once for all that the engine tells meanwhile."""
+        """Schedule one redraw for all events of the engine until then."""
         if self._draw_is_due:
             return
         self._draw_is_due = True
@@ -169,16 +170,16 @@ class MainScreen(Screen[None]):
             if isinstance(window, ModalScreen) and window.is_mounted:
                 window.show_figures()
         for window in self.app.screen_stack[1:-1]:
-            window.refresh()  # a window below another keeps a picture of what is below itself
+            window.refresh()  # a window below another caches a picture of what is below it
 
     def say(self, text: str, severity: Severity) -> None:
-        """Show a sentence until it has been read."""
+        """Show a sentence until the user has read it."""
         self.notify(printable(with_keys(text), 500), severity=severity, markup=False)
 
-    # -- what the engine tells -----------------------------------------------------------------------------------
+    # -- events of the engine ------------------------------------------------------------------------------------
 
     def on_engine_event(self, message: EngineEvent) -> None:
-        """The controller takes it in, then each window that is open."""
+        """Pass an event to the controller, then to every open window."""
         event = message.event
         if events.is_opened(event):
             resume_gc()
@@ -201,10 +202,10 @@ class MainScreen(Screen[None]):
 
     @property
     def cursor(self) -> str | None:
-        """The node that a session taken up begins at; None where nothing is known of the model."""
+        """The node to save as the cursor of the session; None while nothing is known of the model."""
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
-        # The widget outlives the screen: the last keys count although the app is ending.
+        # The widget exists longer than the screen, so this works while the app is ending, and the last keys count.
         return self.tree_view.current.name if self.tree_view.rows else ""
 
     def _go_to_wanted_cursor(self) -> None:
@@ -218,8 +219,8 @@ class MainScreen(Screen[None]):
         self.side.panes[2].show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module that drifts most; from there to the next worst, and round."""
-        names = [reading.name for reading in self.experiment.results.worst_modules()]
+        """Go to the module that drifts most; pressed again, to the next one, and finally back to the first."""
+        names = [drift.name for drift in self.experiment.results.worst_modules()]
         if not names:
             self.say("no module drifts yet", "information")
             return
@@ -278,9 +279,9 @@ class MainScreen(Screen[None]):
         self._windows.causes()
 
     def action_inputs(self, line: str = "") -> None:
-        """Run on what the line names; without one, show what the model is run on."""
+        """Run the model on the inputs that the line names; without a line, show the current inputs."""
         if not self.experiment.model.live:
-            self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
+            self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
         elif line:
             self._set_inputs(line)
         else:
@@ -296,7 +297,7 @@ class MainScreen(Screen[None]):
     def action_values(self) -> None:
         tensor = self.tree_view.current.tensor
         if tensor is None:
-            self.say("values are those of a tensor: go to one", "information")
+            self.say("only tensors have values: go to one", "information")
         else:
             self._awaited.ask(inspect(tensor.name))
 
@@ -306,7 +307,7 @@ class MainScreen(Screen[None]):
     def action_optimise(self) -> None:
         self._windows.optimise()
 
-    # -- leaving with something ----------------------------------------------------------------------------------
+    # -- saving and copying --------------------------------------------------------------------------------------
 
     def action_leave_with(self) -> None:
         self._windows.save()
@@ -319,18 +320,18 @@ class MainScreen(Screen[None]):
         self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
 
     def _copy(self, text: str, what: str) -> None:
-        """To the clipboard of the terminal, which over SSH is the one of the person who looks at it (OSC 52)."""
+        """Copy to the terminal's clipboard, which over SSH is the clipboard of the user's own machine (OSC 52)."""
         if text:
             self.app.copy_to_clipboard(text)
             self.say(f"copied {what}: {text}", "information")
         else:
             self.say("no rules to copy: every tensor is as stored", "information")
 
-    # -- what is shown -------------------------------------------------------------------------------------------
+    # -- stopping, filtering, sorting ----------------------------------------------------------------------------
 
     def action_stop(self) -> None:
         left_open = next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
-        if left_open is not None:  # a click on the tree took the keys from it
+        if left_open is not None:  # a click on the tree has moved the focus away from the prompt
             left_open.action_cancel()
         elif self.tree_view.filter_text:
             self.tree_view.set_filter("")

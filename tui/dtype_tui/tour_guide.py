@@ -1,4 +1,4 @@
-"""Shows the tour over the main screen and its windows, and offers it at the first start."""
+"""Shows the tour in the main screen and its windows, and offers it at the first start."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""How soon a window that opens has the panel, and a step is over that waited for the engine."""
+"""Seconds between checks for a new window, which needs the panel, and for a step that waits for the engine."""
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}
-"""In ASCII an arrow down would be the letter v, which is a key, too."""
+"""Names of the arrow keys. In ASCII, ↓ would become the letter v, which is itself a key."""
 
 
 class TourGuide:
-    """One app's tour, its offer, and the panels that show them. main: the app's main screen."""
+    """The app's tour, the offer of it, and the panels that show both. main: the app's main screen."""
 
     def __init__(self, app: App[None], main: Screen[None], controller: Controller, launch: Launch) -> None:
         self._app = app
@@ -38,7 +38,7 @@ class TourGuide:
         self._timer: Timer | None = None
 
     def begin(self) -> None:
-        """What the app begins with."""
+        """Start or offer the tour, as the launch requests."""
         if self._launch.begins_tour:
             self.begin_or_leave()
         elif self._launch.offers_tour:
@@ -59,7 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Whether the action closes the offer, and is to do nothing else."""
+        """Close the offer if the action is the one that does so. Returns whether it did; the action must then do nothing else."""
         if not self._offers or action != "stop":
             return False
         self._offers = False
@@ -77,7 +77,7 @@ class TourGuide:
             self._show()
 
     def key_of(self, action: str) -> str:
-        """The first key of an action by its name, as it stands on the keyboard."""
+        """The label of the first key of an action, given the action's name. Raises KeyError for an unknown action."""
         for binding in (*KEYS, *ModuleTree.BINDINGS):
             if isinstance(binding, Binding) and binding.id == action:
                 shown = on_keyboard(keys_of(binding, self._launch.config.keys).split(",")[0])
@@ -86,7 +86,7 @@ class TourGuide:
 
     @property
     def _window(self) -> str:
-        """The window that has the keys, or the prompt; "" on the main screen."""
+        """The class name of the window or prompt that receives the keys; "" for the main screen itself."""
         if self._app.screen is not self._main:
             return type(self._app.screen).__name__
         prompts = self._main.query(CastPrompt)
@@ -109,8 +109,8 @@ class TourGuide:
         if self.tour is not None:
             panel.show(self.tour.heading, self.tour.words)
         elif self._launch.is_demo:
-            begins = f"{self.key_of('tour')} begins a tour: two minutes, with these keys on this model."
+            begins = f"{self.key_of('tour')} starts a tour: two minutes, with these keys on this model."
             panel.show("New here?", f"{begins} {self.key_of('stop')} closes this; it is not offered again.")
         else:
-            words = "`dtype-tui tour` shows the keys in two minutes, on a built-in model."
-            panel.show("New here?", f"{words} {self.key_of('stop')} closes this; it is not said again.")
+            words = "`dtype-tui tour` teaches the keys in two minutes, on a built-in model."
+            panel.show("New here?", f"{words} {self.key_of('stop')} closes this; it is not shown again.")

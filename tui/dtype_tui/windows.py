@@ -1,6 +1,6 @@
-"""The windows over the main screen: which one a key or a result opens, and what comes of what is chosen there.
+"""Opens the windows over the main screen, for keys and for results, and acts on the user's choice in them.
 
-Their modules are imported when one is opened: the first paint does not wait for them.
+The module of a window is imported when the window opens, so that the first paint does not wait for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dtype_tui.widgets.panes.side import SidePanes
 
 
 class Windows:
-    """Opens them. push: as `App.push_screen`."""
+    """Opens windows. push: like `App.push_screen`."""
 
     def __init__(self, controller: Controller, tree: ModuleTree, push: Callable[..., object]) -> None:
         self._controller = controller
@@ -24,7 +24,7 @@ class Windows:
         self._push = push
 
     def open_result(self, event: events.Event, width: int) -> None:
-        """What was asked for is there: show it on a screen of this width."""
+        """Open the window of a result that has arrived; other events open none. width: of the screen, in cells."""
         match event:
             case events.Generated():
                 from dtype_tui.screens.generation import generation_screen
@@ -44,7 +44,7 @@ class Windows:
                 self._push(weight_screen(self._experiment, event.name, event.stats))
 
     def presets(self) -> None:
-        """The presets; the one chosen takes the place of all rules."""
+        """Open the list of presets. The chosen preset replaces all rules."""
         if not self._experiment.model.has_tree:
             return
         from dtype_tui.screens.presets import PresetsScreen
@@ -53,9 +53,9 @@ class Windows:
         self._push(PresetsScreen(self._experiment.tree), lambda recipe: recipe is not None and replace(recipe))
 
     def history(self) -> None:
-        """Every measured recipe; one may be gone back to, or compared with."""
+        """Open the list of measured recipes, from which the user can return to one."""
         if not self._experiment.measured:
-            self._controller.notify("nothing was measured yet", "information")
+            self._controller.notify("nothing has been measured yet", "information")
             return
         from dtype_tui.screens.history import MeasurementsScreen
 
@@ -64,10 +64,10 @@ class Windows:
         self._push(screen, lambda measured: measured is not None and go_back_to(measured))
 
     def causes(self) -> None:
-        """Drift over depth, and the modules that it arises in."""
+        """Open the plot of drift over depth, and measure the causes of the drift if they are unknown."""
         controller, experiment = self._controller, self._experiment
         if experiment.results.report is None:
-            why = experiment.model.no_forward or "not measured yet: the causes are those of a drift"
+            why = experiment.model.no_forward or "the causes of a drift can be found once it is measured"
             controller.notify(why, "information")
             return
         if experiment.results.causes is None:
@@ -78,7 +78,7 @@ class Windows:
         self._push(CausesScreen(experiment, controller.activity, lambda: controller.engine.request(stop)))
 
     def inputs(self, set_inputs: Callable[[str], None]) -> None:
-        """What the model is run on; `set_inputs` is called with the line there, which names others."""
+        """Open the inputs of the model. set_inputs: called with the line in which the user names other inputs."""
         experiment = self._experiment
         from dtype_tui.screens.inputs import InputsScreen
 
@@ -86,7 +86,7 @@ class Windows:
         self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, set_inputs))
 
     def settings(self) -> None:
-        """The settings of a run; those chosen are measured."""
+        """Open the settings of a run. The chosen settings are measured."""
         from dtype_tui.screens.settings import SettingsScreen
 
         set_settings = self._controller.set_settings
@@ -95,7 +95,7 @@ class Windows:
         )
 
     def scan(self) -> None:
-        """What the key for the scan opens now, if anything."""
+        """Open the setup of a scan, or the results so far, or nothing while the scan has no results."""
         match self._controller.next_of_scan():
             case "choose":
                 self._choose_scan()
@@ -120,7 +120,7 @@ class Windows:
         self._push(ScanScreen(self._experiment, self._controller.pause_scan), left)
 
     def optimise(self) -> None:
-        """The Pareto front; a point of it may be put in force."""
+        """Open the Pareto front, if there is a scan that applies."""
         controller, experiment = self._controller, self._experiment
         if experiment.scan.report is None and experiment.model.no_forward:
             words = f"the Pareto front comes from a scan, and none can be made: {experiment.model.no_forward}"
@@ -131,10 +131,10 @@ class Windows:
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 
-        self._push(OptimiseScreen(experiment, controller.put_in_force, controller.measure_recipes, controller.undo))
+        self._push(OptimiseScreen(experiment, controller.apply_recipe, controller.measure_recipes, controller.undo))
 
     def save(self) -> None:
-        """What to leave with; the engine writes it."""
+        """Open the window that saves files. The engine writes them."""
         controller, experiment = self._controller, self._experiment
         if not experiment.model.has_tree:
             return
@@ -154,13 +154,13 @@ class Windows:
         controller.engine.plan_export()
 
     def details(self) -> None:
-        """All that is known of the node under the cursor."""
+        """Open the details of the node under the cursor."""
         from dtype_tui.screens.details import details_screen
 
         self._push(details_screen(self._experiment, self._tree.current.name))
 
     def jobs(self, stopped: Callable[[], None]) -> None:
-        """What the engine does and what waits; `stopped` is called when one of these is told to stop."""
+        """Open the list of jobs. stopped: called before a job is stopped."""
         from dtype_tui.screens.jobs import JobsScreen
 
         def stop(job: str) -> None:
@@ -170,14 +170,14 @@ class Windows:
         self._push(JobsScreen(self._controller.activity, stop))
 
     def help(self, chosen_keys: Mapping[str, str], side: SidePanes) -> None:
-        """Every key, those for the node under the cursor first, and what the panes' words mean."""
-        from dtype_tui.screens.help import HelpScreen, keys_here
+        """Open the help. chosen_keys: the user's own keys, by binding id; side: the panes whose words it explains."""
+        from dtype_tui.screens.help import HelpScreen, keys_for_node
 
         words = [(str(pane.border_title), pane.HELP) for pane in side.panes]
         experiment = self._experiment
         if self._tree.rows:
             row = self._tree.current
-            node, here = row.name or experiment.model.title, keys_here(experiment, row)
+            node, node_keys = row.name or experiment.model.title, keys_for_node(experiment, row)
         else:
-            node, here = experiment.model.title, []
-        self._push(HelpScreen(node, here, chosen_keys, words))
+            node, node_keys = experiment.model.title, []
+        self._push(HelpScreen(node, node_keys, chosen_keys, words))

@@ -59,18 +59,16 @@ async def test_words_of_several_lines_stand_below_each_other(searched: bool) -> 
     app = make_app()
     async with running(app, (80, 24)) as pilot:
         await ready(app, pilot)
-        await pilot.press("question_mark", *(["slash", *"panes;", "enter"] if searched else []))
+        await pilot.press("question_mark", *(["slash", *"baseline", "enter"] if searched else []))
         await pilot.pause()
         for _ in range(20):
-            first = next(
-                (place for place, line in enumerate(lines(app)) if "compare all that is measured" in line), None
-            )
+            first = next((place for place, line in enumerate(lines(app)) if "make it the baseline" in line), None)
             if first is not None and first < 18:
                 break
             await pilot.press("pagedown")
             await pilot.pause()
         assert first is not None, screen(app)
-        column = lines(app)[first].index("compare all")
+        column = lines(app)[first].index("make it")
         more = lines(app)[first + 1].strip("│ ").split()
         assert lines(app)[first + 1].index(more[0]) == column, screen(app)
         assert lines(app)[first + 1][1:column].strip() == ""
@@ -99,7 +97,7 @@ async def test_a_search_finds_keys_of_every_window_and_words() -> None:
         assert "0.031" in screen(app), "the limits of the words, with their source"
         await pilot.press("escape", "slash", *"xyzzy")
         await pilot.pause()
-        assert "Nothing in the help has 'xyzzy' in it." in screen(app)
+        assert "Nothing in the help contains 'xyzzy'." in screen(app)
 
 
 def test_every_key_is_found_by_what_it_does() -> None:

@@ -24,7 +24,7 @@ async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
     """One under the floor, the longest word; one in part; one now in force."""
     await measured_in_part(app, pilot)
     for recipe, kl in ((Recipe((Rule("*", "bfloat16"),)), 1e-14), (FP8, 2e-4)):
-        app.controller.put_in_force(recipe)
+        app.controller.apply_recipe(recipe)
         told = report(recipe)
         output = dataclasses.replace(told.output, kl_mean=kl, perplexity_candidate=123.4567)
         await say(app, pilot, events.Measured(recipe, dataclasses.replace(told, output=output)), events.Idle())
@@ -59,7 +59,7 @@ async def test_the_columns_follow_the_terminals_width() -> None:
     app = make_app()
     async with running(app, (120, 36)) as pilot:
         await ready(app, pilot)
-        app.controller.put_in_force(MIXED)
+        app.controller.apply_recipe(MIXED)
         await say(app, pilot, events.Measured(MIXED, report(MIXED)), events.Idle())
         await pilot.press("H")
         await pilot.pause()

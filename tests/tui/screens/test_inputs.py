@@ -82,7 +82,7 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
         assert engine(app).lines == ["dog q"]
         assert "preparing" in screen(app)
         await say(app, pilot, events.InputsRefused("there is no dog"))
-        assert "Not taken: the inputs above stay in force" in screen(app)
+        assert "Refused: the inputs above stay in use" in screen(app)
         assert screen(app).count("there is no dog") == 1, "an error is told once"
         assert app.screen.query_one(Input).value == "dog q", "it stays to be mended"
         other = InputsSummary("1 sequence of your prompts", ("your prompt",), 7, (InputBatch("dog", 7, ()),))
@@ -110,7 +110,7 @@ async def test_before_the_model_is_there_the_key_says_so() -> None:
     async with app.run_test() as pilot:
         await pilot.press("i")
         assert not isinstance(app.screen, InputsScreen)
-        assert "known when the model is there" in next(iter(app._notifications)).message
+        assert "known when the model is loaded" in next(iter(app._notifications)).message
 
 
 async def test_names_from_files_are_text() -> None:
@@ -141,6 +141,6 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         await until(pilot, lambda: f"outputs compared at {after.output.positions}" in screen(app))
         app.screen.query_one(Input).value = str(tmp_path / "wrong.pt")
         await pilot.press("enter")
-        await until(pilot, lambda: "stay in force" in screen(app))
+        await until(pilot, lambda: "stay in use" in screen(app))
         assert app.controller.experiment.results.report is after
         assert app.controller.experiment.model.inputs == after.inputs

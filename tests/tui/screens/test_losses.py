@@ -49,7 +49,7 @@ def pane(app: DtypeApp) -> str:
 
 
 async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None, reason: str = "") -> None:
-    app.controller.put_in_force(F16)
+    app.controller.apply_recipe(F16)
     await say(app, pilot, events.CastDone(F16, lost, reason), events.Idle())  # type: ignore[arg-type]
 
 
@@ -120,7 +120,7 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         experiment = app.controller.experiment
         experiment.results = replace(experiment.results, losses=Losses())
         await say(app, pilot, events.ExportPlanned(F16, plan))
-        assert "found out while it is written" in flat(app)
+        assert "export checks whether" in flat(app)
         await say(app, pilot, events.CastDone(F16, LOST))
         assert SENTENCE in flat(app)
 

@@ -31,7 +31,7 @@ async def test_the_class_of_a_node_is_not_awaited() -> None:
     async with planning() as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
-        await until(pilot, lambda: "class       not known: nothing says which architecture this is" in screen(app))
+        await until(pilot, lambda: "class       unknown: no file names the architecture" in screen(app))
         assert "parameters  68 " in screen(app)
         assert "(68)" not in screen(app)
 

@@ -197,7 +197,7 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         field.value = "demo.recipe.yaml"
         await pilot.press("enter")
         assert isinstance(app.screen, SaveScreen)
-        assert "is there already: Enter again replaces it" in screen(app)
+        assert "already exists: Enter again replaces it" in screen(app)
         await pilot.press("x")
         await pilot.pause()
         assert "Enter again" not in screen(app)
@@ -214,14 +214,14 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         app.screen.query_one(Input).value = "~/out"
         await pilot.press("enter")
         assert engine(app).commands[-1] == "check ~/out"
-        assert "looking whether ~/out is there already, on box" in screen(app)
+        assert "checking whether ~/out exists on box" in screen(app)
         await say(app, pilot, events.PathChecked("~/other", True))
-        assert "looking" in screen(app), "that is about another path"
+        assert "checking" in screen(app), "that is about another path"
         await say(app, pilot, events.PathChecked("~/out", False, "can't write ~/out: Permission denied"))
         assert notices(app)[-1] == "can't write ~/out: Permission denied"
         await pilot.press("enter")
         await say(app, pilot, events.PathChecked("~/out", True))
-        assert "~/out is there already: Enter again replaces it" in screen(app)
+        assert "~/out already exists: Enter again replaces it" in screen(app)
         assert engine(app).saves == []
         await pilot.press("enter")
         await say(app, pilot, events.PathChecked("~/out", True))

@@ -229,7 +229,7 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         assert "measured 2.5e-04" in text
         assert "x" in text
         await pilot.press("enter")
-        assert "in force already" in notices(app)[-1]
+        assert "already applied" in notices(app)[-1]
         await pilot.press("u")
         assert app.controller.experiment.recipe == Recipe()
         await pilot.press("escape")
@@ -261,7 +261,7 @@ async def test_the_front_of_a_scan_that_was_stopped_says_so() -> None:
         await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
         await pilot.press("o")
         await pilot.pause()
-        assert "from a scan under way (24 %)" in screen(app)
+        assert "from a running scan (24 %)" in screen(app)
         await say(app, pilot, events.Idle())
         assert "from a stopped scan (24 %)" in screen(app)
 

@@ -66,7 +66,7 @@ def test_lines_are_read(line: str, name: str, arguments: tuple[str, ...]) -> Non
         ("udno", "did you mean undo?"),
         ("", "no command"),
         ("qqq", "Tab shows all"),
-        ("undo 3", "takes no words"),
+        ("undo 3", "takes no arguments"),
         ("cast", "write cast PATTERN DTYPE"),
         ("cast *.mlp", "write cast PATTERN DTYPE"),
         ("go", "write go NODE"),
@@ -191,8 +191,7 @@ async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> No
         ):  # fmt: skip
             await enter(app, pilot, line)
             assert (
-                notices(app)[-1]
-                == f"{line.partition(' ')[2]} is there already: e asks before it replaces what is there"
+                notices(app)[-1] == f"{line.partition(' ')[2]} already exists: to replace it, use e, which asks first"
             )
         await enter(app, pilot, "recipe ~nobody-of-this-name/r.yaml")
         assert notices(app)[-1].startswith("can't write ~nobody-of-this-name/r.yaml: ")
@@ -202,7 +201,7 @@ async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
+async def test_a_preset_is_applied_or_says_why_not() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
@@ -210,7 +209,7 @@ async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
         await pilot.pause()
         assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),)) == engine(app).recipes[-1]
         for line, says in (
-            ("preset all-bf16", "in force already"),
+            ("preset all-bf16", "already applied"),
             ("preset fp8-linears", "matches module classes"),
             ("preset all-bf15", "did you mean all-bf16?"),
         ):
@@ -225,7 +224,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         await enter(app, pilot, "inputs import os")
-        assert "known when the model is there" in notices(app)[-1]
+        assert "known when the model is loaded" in notices(app)[-1]
         await ready(app, pilot)
         await enter(app, pilot, "inputs import os, sys")
         assert engine(app).lines == ["import os, sys"]
@@ -242,7 +241,7 @@ async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path)
     app = app_of(Launch("x.py:Y"))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
-        for line, says in ((f"export {tmp_path}/x", "nothing to write"), ("preset all-bf16", "not there yet")):
+        for line, says in ((f"export {tmp_path}/x", "nothing to write"), ("preset all-bf16", "not known yet")):
             await enter(app, pilot, line)
             assert says in notices(app)[-1]
         assert engine(app).saves == engine(app).recipes == []
@@ -256,7 +255,7 @@ async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
         await pilot.press(*"p bf", "tab")
         await pilot.pause()
         assert app.query_one(CommandLine).query_one(Input).value == "cast *.mlp bf16"
-        assert "takes 18 tensors" in screen(app)
+        assert "matches 18 tensors" in screen(app)
         assert app.query_one(ModuleTree).preview is not None
         await pilot.press("enter")
         await pilot.pause()

@@ -64,7 +64,7 @@ def alone() -> Alone:
 )
 def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: events.Event) -> None:
     alone.opened()
-    alone.controller.put_in_force(BF16)
+    alone.controller.apply_recipe(BF16)
     before = dataclasses.replace(alone.experiment)
     activity = dict(vars(alone.controller.activity))
     said = list(alone.said)
@@ -76,7 +76,7 @@ def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: eve
 
 
 def test_what_is_written_and_what_is_stopped_counts_for_any_recipe(alone: Alone) -> None:
-    alone.controller.put_in_force(BF16)
+    alone.controller.apply_recipe(BF16)
     assert alone.controller.handle(events.SavingProgress(OTHER, "exporting", 1, 4))
     assert alone.controller.activity.now() == ("exporting", 0.25)
     assert alone.controller.handle(events.Saved(OTHER, True, "wrote it"))

@@ -133,7 +133,7 @@ def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(mea
     measuring.scan.begin(("int8",))
     measuring.follow_connection(events.EngineEnded("the engine ended: killed (SIGKILL)"))
     assert measuring.said == [
-        "the engine ended: killed (SIGKILL); what it was writing is not there; s goes on with the scan; R starts it again"
+        "the engine ended: killed (SIGKILL); the files that it was writing are lost; s resumes the scan; R starts it again"
     ]
     assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == measuring.no_engine_words == "no engine: R starts it again"
@@ -149,7 +149,7 @@ def test_started_again_it_opens(measuring: Told) -> None:
     measuring.follow_connection(events.EngineEnded("the engine ended"))
     assert measuring.restart()
     assert measuring.recording.commands == ["restart"]
-    assert measuring.is_there()
+    assert measuring.is_available()
     assert measuring.current_activity()[0] == "opening"
     assert measuring.said == ["the engine ended; R starts it again"]
 
@@ -164,7 +164,7 @@ def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(li
     life.follow_connection(events.EngineEnded("the engine ended"))
     life.restart()
     life.follow_connection(events.EngineEnded("the engine ended"))
-    assert ["s goes on with the scan" in words for words in life.said] == [False, True, False]
+    assert ["s resumes the scan" in words for words in life.said] == [False, True, False]
     assert life.scan.lost
 
 
@@ -178,7 +178,7 @@ def test_a_cut_connection_is_said_until_it_is_there_again(measuring: Told) -> No
     measuring.follow_connection(events.EngineLost("the connection to host is cut"))
     assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == "connection cut: trying again"
-    assert measuring.is_there()
+    assert measuring.is_available()
     measuring.follow_connection(events.EngineBack())
     assert measuring.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
 

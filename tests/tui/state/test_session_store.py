@@ -218,7 +218,7 @@ def test_recent_models_are_each_told_once_the_newest_first(tmp_path: Path) -> No
 
 
 def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="no session to take up"):
+    with pytest.raises(UserError, match="no session to resume"):
         newest_session()
     model = tmp_path / "model"
     model.mkdir()
@@ -275,7 +275,7 @@ def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs
     before = list(sys.path)
     planted("planted_again:Net", tmp_path, mode)
     assert recent_models() == ()
-    with pytest.raises(UserError, match="somebody else could have written it"):
+    with pytest.raises(UserError, match="someone else could have written it"):
         saved_session(None)
     assert saved_session("planted_again:Net").model == "planted_again:Net"  # named by the user
     assert sys.path == before

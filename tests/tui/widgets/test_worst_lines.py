@@ -41,7 +41,7 @@ async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None
     modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0) for place, name in enumerate(worst))
     async with running(app, size) as pilot:
         await ready(app, pilot)
-        app.controller.put_in_force(MIXED)
+        app.controller.apply_recipe(MIXED)
         await say(app, pilot, events.ModulesMeasured(MIXED, modules))
         for so_far in (True, False):
             if not so_far:

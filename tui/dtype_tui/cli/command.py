@@ -1,6 +1,4 @@
-"""`dtype-tui`: read the command line, read the headers, open the screen. torch is imported later, by the engine's
-thread.
-"""
+"""The command `dtype-tui`: reads the command line and the checkpoint's headers, and starts the app. The engine imports torch."""
 
 from __future__ import annotations
 
@@ -39,19 +37,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Opening:
-    """A model that was found: how the app calls it, what is known of it before it is open, and who opens it.
-
-    path: its files, where they are on this machine. reference: what it is saved and taken up again by. is_kept: whether sessions of
-    it are saved. is_demo: it is the built-in one.
-    """
+    """A model that was found but is not open yet."""
 
     title: str
     reference: str | None
+    """MODEL of the command line, by which --resume finds the session."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
+    """Makes the engine that opens the model; takes the function that the engine calls with each event."""
     path: Path | None = None
+    """The model's files, if they are on this machine."""
     tree: Tree | None = None
+    """The tree of the headers read so far; None if they say nothing about the model."""
     partial: bool = False
+    """Whether `tree` covers only some of the headers."""
     is_kept: bool = True
+    """Whether the session is saved."""
     is_demo: bool = False
 
 
@@ -59,15 +59,15 @@ class _Opening:
     cls=ModelCommand, measures=True, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(package_name="dtype-tui")
-@click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
+@click.option("--resume", is_flag=True, help="Resume the last session; with MODEL, the last session of that model.")
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
 @click.option(
-    "--in-process", is_flag=True, help="Run the engine in a thread of this program, not in a process of its own."
+    "--in-process", is_flag=True, help="Run the engine in a thread of this program instead of in a separate process."
 )
 @click.option(
     "--engine-command",
     metavar="CMD",
-    help="What leads to `dtype-engine stdio` elsewhere, as 'docker exec -i BOX dtype-engine stdio'; MODEL is as it is there.",
+    help="Command that starts `dtype-engine stdio` elsewhere, e.g. 'docker exec -i BOX dtype-engine stdio'; MODEL is found there.",
 )
 @workers_option
 @threshold_options
@@ -83,9 +83,9 @@ def command(
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
-    `demo`, the built-in one. Without it the models that lie here are offered. ssh://HOST/PATH is a model on another machine, where
-    dtype-tui is installed: the screen is here, the engine there. `dtype-tui tour` shows the keys on the built-in model, and
-    `dtype-tui serve` opens the app in a browser.
+    `demo`, the built-in model. Without MODEL, a screen offers the models in this folder, in the Hugging Face cache and of recent
+    sessions. ssh://HOST/PATH is a model on another machine that has dtype-tui installed: the screen is here, and the engine runs
+    there. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     model, options = request.model, dataclasses.replace(request.options, workers=workers)
@@ -97,7 +97,7 @@ def command(
         model = "demo"
     if resume:
         if engine_command is not None:
-            raise UserError("--resume: what was open through --engine-command is not kept")
+            raise UserError("--resume: sessions that use --engine-command are not saved")
         from dtype_tui.cli.resume import saved_session, with_saved_options
 
         saved = saved_session(model)
@@ -109,11 +109,11 @@ def command(
             return 0
     request = dataclasses.replace(request, model=model, options=options)
     if in_process:
-        faulthandler.enable(2)  # standard error: sys.stderr is Textual's later
+        faulthandler.enable(2)  # standard error by its number, since Textual replaces sys.stderr
     if engine_command is None and not is_address(model):
         opening = _open_here(request, in_process)
     elif in_process:
-        raise UserError("--in-process keeps the engine in this program: it does not go with one elsewhere")
+        raise UserError("--in-process runs the engine in this program: it can't be combined with an engine elsewhere")
     else:
         opening = _open_there(request, engine_command)
     from dtype_tui.app import DtypeApp
@@ -144,19 +144,19 @@ def command(
     app = DtypeApp(launch, opening.make_engine)
     exit_on_terminal_loss(app.on_unmount)
     app.run()
-    # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
+    # Textual returns 1 for an error in the program, and the app 128 and more for a signal that ended it.
     return BAD_INPUT if app.return_code == 1 else app.return_code or 0
 
 
 def _open_here(request: RunRequest, in_process: bool) -> _Opening:
-    """Find a model on this machine, and read what its headers say. Raises UserError."""
+    """Find a model on this machine, and read its headers. Raises UserError."""
     from dtype_engine.checkpoint.source import DEMO
 
     options = request.options
     source = request.locate()
     tree, whole = source.peek()
     if request.recipe.rules and tree is not None and not whole:
-        # A rule that takes nothing is refused before the screen opens, and only all the headers tell.
+        # A rule that matches nothing is refused before the screen opens, and that takes all the headers to decide.
         checkpoint = source.open()
         tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
     _need_a_terminal()
@@ -191,9 +191,9 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let the engine of this machine open the model: it imports the architecture, which knows what the rules take.
+    """Let this machine's engine open the model: it imports the architecture, which decides what the rules match.
 
-    Raises UserError for a rule that takes nothing.
+    Raises UserError for a rule that matches nothing.
     """
     from dtype_engine.worker.connection import Connection, EngineCommand
     from dtype_engine.worker.control import Open
@@ -207,7 +207,7 @@ def _opened_by_engine(request: RunRequest) -> Connection:
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
-    """Let an engine elsewhere find the model. Raises UserError."""
+    """Connect to an engine elsewhere and let it find the model. Raises UserError."""
     from dtype_engine.worker.process import EngineProcess
     from dtype_tui.cli.remote import connect
     from dtype_tui.process.early_engine import take
@@ -232,11 +232,11 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
 
 
 def _need_a_terminal() -> None:
-    """Textual draws on standard error. A browser that is served has its own driver."""
+    """Raise UserError unless the standard streams are a terminal or a browser shows the app. Textual draws on standard error."""
     if "TEXTUAL_DRIVER" in os.environ:
         return
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # exported by some shells; they would stand in the way of every later resize
+        os.environ.pop(name, None)  # some shells export these; Textual would then ignore every resize
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
         raise UserError(
             "this is not a terminal; for scripts and jobs use dtype-engine, which answers the same questions"
@@ -244,9 +244,9 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing.
+    """The model to open when the command line names none: the user's choice, or the demo if there is no other model to offer.
 
-    Exits where the picker ends by an error, which it has reported.
+    None if the user leaves without choosing. Exits if the picker fails; the picker has then reported the error.
     """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
@@ -257,7 +257,7 @@ def _chosen(config: Config) -> str | None:
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in find_models(Path())]
     recent = [
-        Offer(found.model, "opened lately", None, found.saved.timestamp())
+        Offer(found.model, "opened recently", None, found.saved.timestamp())
         for found in recent_models()
         if found.model is not None
     ]
@@ -277,7 +277,7 @@ def _chosen(config: Config) -> str | None:
 
 @cache
 def configured() -> Config:
-    """The user's configuration. Raises UserError for one that can't be followed."""
+    """The user's configuration. Raises UserError if it is invalid."""
     from dtype_tui.config.config import Config, config_path, read_config
 
     if not config_path().exists():
@@ -297,10 +297,10 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """The options by the name that people write, and by the one that click has for them."""
+    """Click's parameter name of each option, by the name that users write, without the dashes."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 
 def click_options() -> dict[str, click.Option]:
-    """The options by the name that people write."""
+    """The options by the name that users write, without the dashes."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

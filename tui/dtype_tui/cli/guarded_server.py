@@ -1,4 +1,4 @@
-"""textual-serve's server for the one person who started it: it answers only who has its address, token and all."""
+"""A textual-serve server that only the user who started it can use: it answers only requests with the secret token."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 class GuardedServer(Server):
-    """Serves the app below a path that nobody can guess, to pages of its own only.
+    """Serves the app below a secret path, and only to its own pages.
 
-    Whoever drives the app has the user's rights, and a listening port alone keeps out neither the other users of this
-    machine nor a web page in the user's own browser: pages may open web sockets to any address, and a name on the internet
-    can be made to mean 127.0.0.1 (DNS rebinding). So every request must carry the token, be addressed to a name that can't
-    be of anybody else, and come from no other page; the rest gets status 403.
+    A person who controls the app has the user's rights. A listening port is open to the other users of this machine, and to any web
+    page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
+    (DNS rebinding). So every request must carry the token, must be addressed to a host name that only this server can have, and
+    must not come from another page. All other requests get status 403.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
@@ -32,19 +32,19 @@ class GuardedServer(Server):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """The URL to open in a browser."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/{self.token}/"
 
     async def _make_app(self) -> web.Application:
         outer = web.Application(middlewares=[self._guard])
         outer.add_subapp(f"/{self.token}", await super()._make_app())
-        # The page asks for a file that the app delivers without the token. The file's own key is as hard to guess.
+        # The page requests a file that the app delivers without the token; the file's own key is just as hard to guess.
         outer.add_routes([web.get("/download/{key}", self.handle_download)])
         return outer
 
     async def on_startup(self, app: web.Application) -> None:
-        """Nothing: the address is told by whoever starts the server."""
+        """Prints nothing, unlike textual-serve: our caller prints the address."""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -61,13 +61,13 @@ class GuardedServer(Server):
             raise web.HTTPForbidden(text="open the whole address that dtype-tui serve printed\n")
         response = await handler(request)
         if not response.prepared:
-            response.headers["Referrer-Policy"] = "no-referrer"  # the token stays here
+            response.headers["Referrer-Policy"] = "no-referrer"  # it would reveal the token
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Whether a request's Host is a name of this server that no one else could have made to lead here.
+        """Whether a request's Host is a name or address of this server that an attacker can't have pointed at it.
 
-        Any port will do: a tunnel may have another at its other end.
+        Any port is accepted: a tunnel may use another port at its far end.
         """
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -81,11 +81,11 @@ class GuardedServer(Server):
             ipaddress.ip_address(name)
         except ValueError:
             return name in (socket.gethostname().lower(), socket.getfqdn().lower())
-        return True  # a number is looked up nowhere
+        return True  # an IP address is not looked up, so rebinding can't affect it
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """The page, with addresses by the name that it was asked for: a tunnel's other end has its own."""
+        """The page. Its URLs use the host of the request, since a tunnel's far end has a host name and port of its own."""
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),

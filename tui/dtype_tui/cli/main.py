@@ -1,4 +1,4 @@
-"""The `dtype-tui` program: the app's own command, with the defaults of the configuration, or `serve`."""
+"""The `dtype-tui` program: runs the app's command, with default options from the configuration file, or `serve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from dtype_tui.config.config import config_path
 
 
 def configured_defaults() -> dict[str, Any]:
-    """The options' defaults of the configuration, as click takes them. Raises UserError for what is no value of one."""
+    """Default values of options from the configuration file, in the form that click expects.
+
+    Raises UserError for a value that the option can't have.
+    """
     known = click_options()
     found: dict[str, Any] = {}
     for name, value in configured().defaults.items():

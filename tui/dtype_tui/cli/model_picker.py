@@ -1,4 +1,4 @@
-"""The screen that offers models when none was named: local ones, those in the Hugging Face cache, recent ones, the demo."""
+"""The screen that offers models if the command line names none: local, cached by Hugging Face, recently opened, and the demo."""
 
 from __future__ import annotations
 
@@ -27,19 +27,22 @@ MOST_RECENT = 5
 
 @dataclass(frozen=True)
 class Offer:
-    """A model that can be opened, and where it comes from."""
+    """A model that can be opened."""
 
     model: str
+    """As MODEL on the command line."""
     origin: str
+    """A few words that say where the model comes from."""
     nbytes: int | None = None
     modified: float | None = None
+    """When the model was last written or opened, in seconds since the epoch."""
 
 
 DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """Choose a model, or type what the command line takes. `run` returns it, or None when left."""
+    """The user chooses a model or types one, as on the command line. `run` returns it, or None if the user leaves."""
 
     TITLE = "dtype-tui"
     CSS = """
@@ -50,7 +53,7 @@ class ModelPicker(BaseApp[str]):
     #keys { height: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("tab", "other_half", "Between the list and the line", priority=True),
+        Binding("tab", "other_half", "Switch between the list and the line", priority=True),
         Binding("escape,ctrl+q", "quit", "Quit", priority=True),
         Binding("q", "quit", "Quit"),
         Binding("j", "move('cursor_down')", "Down", show=False),
@@ -58,7 +61,7 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """`check` raises UserError for a model that can't be found."""
+        """check: raises UserError for a model that can't be found."""
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
@@ -114,9 +117,9 @@ class ModelPicker(BaseApp[str]):
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """A name, its bytes, its age and its origin, cut to `width` cells; the origin goes first where it is narrow.
+    """A model's name, size, age and origin in `width` cells. If there is too little room, the origin is left out.
 
-    origin_width: width of the longest origin among the lines, so that columns stand below each other.
+    origin_width: width in cells of the longest origin of all lines, which aligns the columns.
     """
     origin_width = max(origin_width, len(offer.origin))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""

@@ -1,4 +1,4 @@
-"""The screen here, the engine elsewhere: `ssh://HOST/PATH` through the system's own ssh, or any other command that leads there."""
+"""Starts an engine elsewhere for the screen here: through the system's ssh for `ssh://HOST/PATH`, or by a command of the user."""
 
 from __future__ import annotations
 
@@ -24,34 +24,41 @@ _ADDRESS = re.compile(
 )
 _FAR_COMMAND = f"dtype-engine stdio --compressed --linger 10m --session {SESSION}"
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""Without them a line that is dead is noticed when the system gives up, hours later."""
+"""ssh options that detect a dead connection within a minute. The system alone would give up only after hours."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+"""ssh options for reconnecting while the screen is open, when ssh can't ask for a password."""
 _NOT_FOUND = 127
 _SSH_FAILED = 255
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where an engine is, as ssh takes it, and the model as the engine there understands it (None: the demo)."""
+    """The parts of an `ssh://` address."""
 
     destination: str
+    """[USER@]HOST, as ssh expects it."""
     port: str | None
     model: str | None
+    """The model's path on that machine; None for the demo."""
 
 
 @dataclass(frozen=True)
 class FarEngine:
-    """An engine elsewhere that has found the model. session: what it is found by again."""
+    """An engine elsewhere that has found the model."""
 
     command: EngineCommand
     model: str | None
     title: str
     session: str
+    """The token by which a new connection finds this engine again."""
     connection: Connection
 
 
 def address_of(model: str) -> Address:
-    """`ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST` for the demo there. Raises UserError."""
+    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST` for the demo there.
+
+    Raises UserError for anything else.
+    """
     found = _ADDRESS.fullmatch(model)
     if found is None:
         raise UserError(
@@ -64,7 +71,10 @@ def address_of(model: str) -> Address:
 
 
 def command_of(address: Address) -> EngineCommand:
-    """ssh, with what the user has configured for it. Nothing of the path is on a command line: it goes to the engine as data."""
+    """The ssh command that starts the engine; ssh reads the user's own configuration.
+
+    The model's path is not part of the command line: the engine receives it as data, so no shell interprets it.
+    """
     port = ("-p", address.port) if address.port else ()
     end = (*port, "--", address.destination, _FAR_COMMAND)
     return EngineCommand(
@@ -76,7 +86,7 @@ def command_of(address: Address) -> EngineCommand:
 
 
 def command_from(line: str) -> EngineCommand:
-    """The command that a user typed. Raises UserError."""
+    """The command that a user gave with --engine-command. Raises UserError if it can't be split into words."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -87,13 +97,18 @@ def command_from(line: str) -> EngineCommand:
 
 
 def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
-    """Reach the engine and let it find the model, before the screen opens: ssh may ask for a password now. Raises UserError."""
+    """Connect to the engine and let it find the model, before the screen opens, so that ssh can ask for a password.
+
+    Raises UserError if the engine can't be reached or the model can't be found.
+    """
     if engine_command is None:
         assert model is not None
         address = address_of(model)
         command, model = command_of(address), address.model
     elif is_address(model):
-        raise UserError("--engine-command is the way to the engine already: name MODEL as it is there, without ssh://")
+        raise UserError(
+            "--engine-command already starts the engine elsewhere: name MODEL as it is there, without ssh://"
+        )
     else:
         command = command_from(engine_command)
     from dtype_engine.worker.control import Open
@@ -112,7 +127,7 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """Why nothing of dtype-engine's came, and what may help."""
+    """The sentence for the user: why dtype-engine gave no answer, and what may help."""
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

@@ -1,4 +1,4 @@
-"""`--resume`: which saved session to take up, and its options beside those of the command line."""
+"""`--resume`: chooses the saved session, and combines its options with those of the command line."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from dtype_tui.state.session_store import SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
-    """The options of a saved session, but for those in `explicit`, which the command line gave (names of fields of Options and
-    RunSettings), and the trust, which is never saved.
+    """The options of a saved session, overridden by those that the command line gives.
+
+    explicit: the fields of Options and RunSettings that the command line gives. The permissions to run or download code always come
+    from the command line, since they are never saved.
     """
     settings = dataclasses.replace(
         saved.settings,
@@ -31,10 +33,12 @@ def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> 
 
 
 def saved_session(model: str | None) -> SavedSession:
-    """What `--resume` takes up: the newest session, or that of the model given. Raises UserError, also for a session that
-    names Python code and that someone else could have written: the user has to name the code then.
+    """The session that `--resume` resumes: the newest one, or the newest of `model`.
 
-    The folder that the session was started in joins `sys.path`, so that a Python module that was found there is found again.
+    If the model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python finds it.
+
+    Raises UserError if there is no such session. Also if the session names Python code and someone else could have written its
+    file: the user then has to name the code on the command line.
     """
     saved = newest_session(model)
     if not is_python(saved.model):
@@ -42,7 +46,7 @@ def saved_session(model: str | None) -> SavedSession:
     if not saved.own:
         if model is None:
             raise UserError(
-                f"the last session is of Python code, {printable(saved.model or '', 200)}, and somebody else could have written "
+                f"the last session is of Python code, {printable(saved.model or '', 200)}, and someone else could have written "
                 "it: to run that code, name it before --resume"
             )
         return saved

@@ -1,7 +1,7 @@
-"""For terminals and fonts without Unicode: every line that is drawn becomes one of the same width in ASCII.
+"""Redraws every line in ASCII, at the same width, for terminals and fonts without Unicode.
 
-The filter runs after all drawing, so no widget needs to know of it. A sign whose one ASCII character would say something else
-(`a > b` for `a → b`) is written with two, and a blank of the line makes room for it. What is in no table shows as `?`.
+The filter runs after all drawing, so no widget needs to know about it. Where a single ASCII character would be misleading
+(`a > b` for `a → b`), the filter writes two and removes a blank from the line. A character without a replacement becomes `?`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BRAILLE_FROM, _BRAILLE_TO = 0x2800, 0x28FF
 
 
 def wants_ascii(setting: str) -> bool:
-    """Whether to draw in ASCII: `always`, `never`, or `auto`: where the locale's encoding is not UTF-8."""
+    """Whether to draw in ASCII. setting: `always`, `never`, or `auto`, which means: unless the locale's encoding is UTF-8."""
     if setting != "auto":
         return setting == "always"
     locale_name = next((os.environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "")
@@ -41,7 +41,7 @@ def wants_ascii(setting: str) -> bool:
 
 @lru_cache(4096)
 def _in_ascii(character: str) -> str:
-    """A character in as many cells, ASCII only."""
+    """The ASCII replacement for a character, as wide as the character itself."""
     if character.isascii():
         return character
     if character in _SAME_WIDTH:
@@ -66,13 +66,13 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """What to draw for each character of a line, in as many cells, ASCII only: nothing for a blank that a longer sign takes."""
+    """The ASCII text for each character of a line. The line keeps its width: a two-character replacement empties a blank."""
     drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
         wider = _WIDER.get(character)
-        beside = line[max(0, index - 1) : index] + line[index + 1 : index + 2]
-        if wider is None or set(beside) & set(_ARROWS):
-            continue  # arrows side by side are keys
+        neighbours = line[max(0, index - 1) : index] + line[index + 1 : index + 2]
+        if wider is None or set(neighbours) & set(_ARROWS):
+            continue  # arrows side by side are names of keys, which stay one character each
         blank = _spare_blank(drawn, index)
         if blank is not None:
             drawn[index], drawn[blank] = wider, ""
@@ -80,7 +80,10 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Of a gap of two or more, the nearest at the right, else at the left; else a blank beside it. None where there is none."""
+    """Index of the blank that makes room for a longer replacement at `index`; None if the line has no blank to spare.
+
+    Blanks in gaps of two or more come first, the nearest on the right before the nearest on the left; then a blank next to `index`.
+    """
     after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
     gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]
     gaps += [blank for blank in before if drawn[blank] == drawn[blank - 1] == " "]

@@ -1,4 +1,4 @@
-"""The keys of the main screen, wherever its cursor is, and those of the optimise screen."""
+"""The key bindings of the main screen, which apply wherever its cursor is, and those of the optimise screen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("x", "drop_rules", "Drop the node's rules"),
         Binding("m", "measure", "Measure again"),
         Binding("d", "causes", "Drift over depth, and the modules where it arises"),
-        Binding("a", "remedy", "Apply what makes the output finite, or keeps the values that casts lose"),
+        Binding("a", "remedy", "Apply the rules that make the output finite, or keep the values that casts lose"),
         Binding("H", "history", "History: every measured recipe, to compare and go back to"),
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("g", "generate", "Generate text with both, side by side"),
@@ -32,7 +32,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("o", "optimise", "Optimise: the best recipe for a budget, by the scan"),
         Binding("p", "presets", "Presets: what each would do to this model"),
         Binding("e", "leave_with", "Save a checkpoint, a recipe, a report"),
-        Binding("i", "inputs", "Inputs: what the model is run on, and others"),
+        Binding("i", "inputs", "Inputs: show what the model runs on, or choose others"),
         Binding("comma", "settings", "Settings of a run: autocast, inputs"),
         Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
         Binding("w", "worst", "Go to the module that drifts most"),
@@ -44,8 +44,8 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("y", "copy_name", "Copy the node's name"),
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),
         Binding("enter", "details", "Details of the node"),
-        Binding("escape", "stop", "Stop what the engine does"),
-        Binding("J", "jobs", "Jobs: what the engine does and what waits, each to be stopped by itself"),
+        Binding("escape", "stop", "Stop what the engine is doing"),
+        Binding("J", "jobs", "Jobs: what the engine is doing and what waits; stop any one of them"),
         Binding("R", "restart_engine", "Start the engine again, with the same recipe"),
         Binding("question_mark", "help", "Help"),
     ]
@@ -54,7 +54,7 @@ APP_KEYS: list[BindingType] = with_ids(
     [
         Binding("ctrl+t", "app.tour", "Tour: two minutes on the demo model; again: leave it", priority=True),
         Binding("ctrl+p", "app.command_palette", "Palette: every action by its name"),
-        Binding("M", "app.messages", "Messages: what the app has said"),
+        Binding("M", "app.messages", "Messages: everything the app has reported"),
         Binding("ctrl+z", "app.suspend_process", "Suspend; fg in the shell comes back"),
         Binding("q", "app.quit", "Quit"),
     ]
@@ -71,13 +71,13 @@ FRONT_KEYS: list[BindingType] = [
     Binding("end,greater_than_sign", "end(1)", "The least drift"),
     Binding("down,j", "scroll(1)", "Scroll the rules", show=False),
     Binding("up,k", "scroll(-1)", "Scroll the rules", show=False),
-    Binding("enter", "apply", "Put the point in force and measure it"),
+    Binding("enter", "apply", "Apply the point's rules and measure them"),
     Binding("slash,colon,i", "type", "Type a limit: 8MiB, 45%, keep, alike, only, clear"),
     Binding("plus,equals_sign", "zoom(2)", "Zoom in, around the point"),
     Binding("minus", "zoom(0.5)", "Zoom out"),
-    Binding("c", "compare", "Compare the point with the recipe in force"),
-    Binding("m", "measure", "Measure the point and those around it"),
+    Binding("c", "compare", "Compare the point with the current recipe"),
+    Binding("m", "measure", "Measure the point and its neighbours"),
     Binding("u", "undo", "Undo"),
     Binding("escape,q", "leave", "Close"),
 ]
-"""The keys of the optimise screen. Here, since the help names every key and that screen imports plots."""
+"""The key bindings of the optimise screen. They are here because the help lists them and should not import plotting code."""

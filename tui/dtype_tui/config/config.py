@@ -5,7 +5,7 @@
     keys: {cast: "c", measure: "f5"}
     defaults: {device: cpu, sequences: 8}
 
-`keys` takes the names of the command line's commands (`:` and Tab show them), `defaults` the options of `dtype-tui`.
+`keys` maps the commands of the `:` line (Tab lists them) to keys; `defaults` maps options of `dtype-tui` to values.
 """
 
 from __future__ import annotations
@@ -26,12 +26,16 @@ ASCII_CHOICES = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class Config:
-    """What the file says; all of it may be missing."""
+    """The settings of the configuration file. Each of them may be missing."""
 
     theme: str | None = None
+    """None: Textual's default theme."""
     ascii: str = "auto"
+    """One of ASCII_CHOICES."""
     keys: Mapping[str, str] = field(default_factory=dict)
+    """Keys by binding id, such as {"measure": "f5"}."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Values of command-line options by the option's name without dashes, not yet converted by click."""
 
 
 def config_path() -> Path:
@@ -39,9 +43,9 @@ def config_path() -> Path:
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
-    """The user's configuration, checked against the names of actions, themes and options that there are.
+    """Read the user's configuration and check it against the names of the existing actions, themes and options.
 
-    Raises UserError, which names the file, the entry and what it could have been.
+    Raises UserError for an invalid entry; it names the file, the entry and the nearest valid name.
     """
     path = config_path()
     try:
@@ -52,7 +56,7 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: can't be read: it is not text") from None
-    from dtype_engine.core.plain_yaml import load_yaml  # most people have no such file, and it takes a while
+    from dtype_engine.core.plain_yaml import load_yaml  # imported late: it is slow, and most users have no such file
 
     try:
         return _checked(load_yaml(text), list(actions), list(themes), list(options))
@@ -61,7 +65,7 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
 
 
 def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
-    """What YAML has read. Raises UserError, which names the entry."""
+    """Convert the parsed YAML to a Config. Raises UserError, which names the invalid entry."""
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)

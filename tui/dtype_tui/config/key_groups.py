@@ -1,9 +1,9 @@
-"""The keys of the main screen by what one wants to do, for the help: each in a few words, that fit a column."""
+"""The main screen's keys for the help, grouped by task. Each description is short enough for a column."""
 
 from __future__ import annotations
 
 Entry = tuple[str, tuple[str, ...]]
-"""What keys do, and the names of their bindings: of one, or of several that belong together."""
+"""(description, ids of the bindings that it describes)."""
 
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (
@@ -72,7 +72,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ("stop what runs", ("stop",)),
             ("jobs: stop one of them", ("jobs",)),
             ("start the engine again", ("restart-engine",)),
-            ("what the app has said", ("messages",)),
+            ("messages so far", ("messages",)),
             ("write a checkpoint, recipe", ("leave-with",)),
             ("suspend; fg comes back", ("suspend-process",)),
             ("this help", ("help",)),
@@ -81,4 +81,4 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
     ),
 )
-"""Title and entries of each group."""
+"""(title, entries) of each group."""

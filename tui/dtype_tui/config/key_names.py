@@ -1,4 +1,4 @@
-"""Keys and the names of what they do: for the help, the palette and the configuration file."""
+"""Names of keys and of their actions, for the help, the palette and the configuration file."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from textual.binding import Binding, BindingType
 from textual.keys import format_key
 
 _KEY_CAPS = {"enter": "Enter", "backspace": "Backspace", "pageup": "PgUp", "pagedown": "PgDn"}
-"""Keys that Textual shows by a sign or in other letters than a keyboard."""
+"""Labels as printed on a keyboard, for keys that Textual shows as a symbol or spells differently."""
 
 
 def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
-    """The bindings with an id each, `drop-rules` for the action `drop_rules`: the name that the configuration uses."""
+    """The bindings, each with an id, by which the configuration file refers to it: `drop-rules` for the action `drop_rules`."""
     return [dataclasses.replace(binding, id=binding.id or name_of(binding.action)) for binding in bindings]
 
 
 def name_of(action: str) -> str:
-    """`cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
+    """The id of an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
     words = action.removeprefix("app.").removeprefix("screen.").replace("(-1)", "_previous").replace("(1)", "_next")
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
 
 
 def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(keys, description) of every binding; `chosen` has the keys that the user has configured, by binding id."""
+    """(keys, description) of every binding. chosen: the keys that the user has configured, by binding id."""
     for binding in bindings:
         if isinstance(binding, Binding):
             yield ", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))), binding.description
 
 
 def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
-    """The keys of a binding, divided by commas."""
+    """The keys of a binding, separated by commas. chosen: the keys that the user has configured, by binding id."""
     return chosen.get(binding.id or "", binding.key)
 
 
 def on_keyboard(key: str) -> str:
-    """A key by Textual's name for it, as it stands on the keyboard: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
+    """The label of a key as printed on a keyboard, given Textual's name for it: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
     parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
     return "+".join(part[0].upper() + part[1:] if len(part) > 1 and part.isalpha() else part for part in parts)

@@ -1,11 +1,11 @@
-"""The program's own theme; all others are Textual's."""
+"""The high-contrast theme. All other themes are Textual's."""
 
 from __future__ import annotations
 
 from textual.theme import Theme
 
 IN_THE_TERMINALS_COLOURS = ("textual-dark", "ansi-dark", "ansi-light")
-"""Themes in which the tree has the terminal's own foreground and background: the default, and those that are made of them."""
+"""Themes in which the tree uses the terminal's own foreground and background: the default theme and the two ANSI themes."""
 
 HIGH_CONTRAST = Theme(
     name="high-contrast",
@@ -22,4 +22,4 @@ HIGH_CONTRAST = Theme(
     dark=True,
     variables={"surface-lighten-2": "#ffffff", "block-cursor-text-style": "reverse"},
 )
-"""White on black, yellow and cyan for what stands out: every pair of colours contrasts by at least 7 to 1."""
+"""White on black, with yellow and cyan for emphasis. Every pair of colours has a contrast ratio of at least 7:1."""

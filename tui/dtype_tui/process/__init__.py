@@ -1,1 +1,1 @@
-"""The process around the app: garbage collection, the terminal, the log of a crash."""
+"""The app's process: the engine's early start, garbage collection, key parsing, loss of the terminal, crash logs, exit."""

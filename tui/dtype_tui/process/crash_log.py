@@ -1,4 +1,4 @@
-"""A file with the traceback of an unexpected error, which can't always be made to happen again."""
+"""Writes the traceback of an unexpected error to a file, since such an error can't always be reproduced."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
-    """Write the traceback to a file in the state folder, readable by its owner alone; the end of a sentence that names the file,
-    empty where none can be written. Never raises.
+    """Write the traceback to a file in the state folder that only the user can read.
+
+    Returns the end of a sentence, which names the file, or "" if the file can't be written. Never raises.
     """
     import platform
     import traceback

@@ -1,4 +1,4 @@
-"""The engine's process, started before anything else: torch loads on another core while the screen is painted."""
+"""Starts the engine's process before anything else, so that torch is imported on another core while the screen is painted."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import subprocess
 from collections.abc import Sequence
 
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
+"""Options with which the program needs no engine process on this machine."""
 _COMPLETION = "_DTYPE_TUI_COMPLETE"
-"""Set by the shell that asks what could follow on the command line."""
+"""Environment variable that the shell sets when it asks for completions of the command line."""
 _process: subprocess.Popen[bytes] | None = None
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """Start the engine, where this command line (without the program's name) looks as if it opened a model on this machine.
+    """Start the engine if the command line probably opens a model on this machine. arguments: without the program's name.
 
-    One that nobody takes ends when this process does: its input ends then.
+    An engine that is never used exits together with this process, because its standard input is then closed.
     """
     global _process
     if _COMPLETION in os.environ or arguments[:1] == ["serve"]:
@@ -28,7 +29,7 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """The process that was started, once."""
+    """The engine process that `start_early` started, for the first caller; None for later callers, or if none was started."""
     global _process
     process, _process = _process, None
     return process

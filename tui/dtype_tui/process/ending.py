@@ -1,4 +1,4 @@
-"""How the process ends."""
+"""How the process exits."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def exit_at_once(status: str | int | None) -> None:
-    """Exit without tearing the interpreter down, where torch was imported.
+    """Exit; if torch was imported, without shutting down the interpreter.
 
-    Teardown aborts where a thread of torch's, or one that held tensors, is not quite gone, even where it has run its last line of
-    Python. The terminal is restored and the session saved by now.
+    Interpreter shutdown aborts while a torch thread, or a thread that held tensors, is still ending, even after its last line of
+    Python has run. The terminal has been restored and the session saved before this is called.
 
-    `status` is what `sys.exit` was called with; a text is an error message, as there.
+    status: as for `sys.exit`: an exit status, or an error message to print.
     """
     if "torch" not in sys.modules or isinstance(status, str):
         sys.exit(status)

@@ -1,7 +1,7 @@
-"""When the garbage collector runs.
+"""When Python's cyclic garbage collector runs.
 
-The cyclic collector is off during imports and model loading: what they allocate is long-lived, and a collection takes a fifth of
-the time to the first paint, or stalls a key for 250 ms.
+It is off during imports and model loading. The objects allocated then live long, and a collection takes a fifth of the time to the
+first paint, or delays the response to a key by 250 ms.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import gc
 
 
 def pause_gc() -> None:
-    """Stop collecting until `resume_gc`."""
+    """Turn the collector off until `resume_gc` is called."""
     gc.disable()
 
 
 def resume_gc(late: bool = False) -> None:
-    """Collect again, but never what is allocated by now. `late`: garbage has gathered meanwhile, and is collected first."""
+    """Turn the collector on again, and exempt all objects allocated so far. late: collect first, since garbage has accumulated."""
     if not gc.isenabled():
         if late:
             gc.collect()

@@ -1,4 +1,4 @@
-"""What the terminal's bytes are: Textual's parser, but for Escape and a character in one write."""
+"""Parses the bytes of the terminal as Textual does, except for Escape followed by a character in a single write."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from textual.drivers import linux_driver
 from textual.events import Key
 
 _BEGINS_MORE = "[O]PX^_"
-"""After Escape these begin what a terminal itself sends (ECMA-48: CSI, SS3, OSC, DCS, SOS, PM, APC)."""
+"""Characters that, after Escape, begin a control sequence of the terminal (ECMA-48: CSI, SS3, OSC, DCS, SOS, PM, APC)."""
 _WORD_KEYS = ("\x1bb", "\x1bf")
-"""What terminals send for Alt and an arrow key."""
+"""The bytes that terminals send for Alt with the left or right arrow key."""
 
 
 class KeyParser(XTermParser):
-    """Textual waits 0.1 s for what may follow Escape and a character. An arrow key, or the answer to a question, that arrives
-    meanwhile turned both into text: `^q`. Escape and a digit were a character of another keyboard, such as `¡`.
+    """Reads Escape and a character that arrive together as two keys, or as Alt with that letter.
+
+    Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives within that time, it turns
+    Escape and the character into text (`^q`). It turns Escape and a digit into a character of another keyboard, such as `¡`.
     """
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
@@ -26,11 +28,11 @@ class KeyParser(XTermParser):
         if not character.isprintable() or character in _BEGINS_MORE:
             return super()._sequence_to_key_events(sequence, alt)
         if character.isalpha():
-            # Alt and a letter are a key of their own; where nothing is bound to it, the app takes it apart.
+            # This may be Alt with a letter. If nothing is bound to that, the app splits it into Escape and the letter.
             return super()._sequence_to_key_events(character, alt=True)
         return (Key("escape", "\x1b"), *super()._sequence_to_key_events(character))
 
 
 def install_key_parser() -> None:
-    """Let Textual's driver for terminals parse with this: it makes its parser by that name, in the thread that reads."""
+    """Make Textual's terminal driver use this parser. The driver looks the class up by name when its reader thread starts."""
     linux_driver.XTermParser = KeyParser  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The terminal that goes away, and the browser that is closed."""
+"""Detects that the terminal is gone, or that the browser was closed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 
 def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
-    """Exit when the terminal is gone: call `on_exit`, then `os._exit`.
+    """Call `on_exit` and then `os._exit` when the terminal is gone.
 
-    Textual's thread that writes ends with an error then, its queue fills, and the whole program waits for ever: a hang-up signal
-    is not enough to end it.
+    Textual's writer thread then fails with an OSError, its queue fills up, and the program would wait forever: the hang-up signal
+    alone does not end it.
     """
     before = threading.excepthook
 
@@ -34,8 +34,9 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
 
 
 def server_disconnected() -> bool:
-    """Whether the server closed the other end of standard input, where the app is served to a browser. Textual does not check,
-    and an app that nobody can reach would keep its model in memory for ever.
+    """Whether the web server has closed its end of our standard input, when the app runs in a browser.
+
+    Textual does not check this, and an unreachable app would keep its model in memory forever.
     """
     poll = select.poll()
     poll.register(sys.stdin.fileno(), select.POLLHUP)

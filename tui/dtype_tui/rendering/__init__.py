@@ -1,1 +1,1 @@
-"""Pieces of text and plots for cells."""
+"""Text and plots for the terminal's cells."""

@@ -1,6 +1,6 @@
-"""A plot of points in cells: eight dots of braille to a cell, labels that never touch.
+"""Plots points in terminal cells, with eight braille dots per cell. Labels of the axes never touch.
 
-The axis that points up is logarithmic with a place for zero, or linear.
+The vertical axis is linear, or logarithmic with a separate line for zero.
 """
 
 from __future__ import annotations
@@ -12,47 +12,47 @@ from dataclasses import dataclass
 from rich.text import Text
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of the dots of a braille cell, row by row."""
+"""The bit of each dot in a braille character, by row and column."""
 _BRAILLE = 0x2800
+"""The code of the empty braille character."""
 _GAP = 2
-"""Cells between two labels of the axis below."""
+"""The least number of cells between two labels of the horizontal axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points (x, y), drawn by a mark of one cell each, or as dots that are joined where `mark` is empty.
-
-    On a logarithmic axis a y of 0 stands in a line of its own under the others. A y that is not finite is not drawn.
-    """
+    """Points to draw. On a logarithmic axis, zeros are drawn in a separate line at the bottom. Non-finite values are not drawn."""
 
     points: Sequence[tuple[float, float]]
+    """(x, y) of each point."""
     mark: str = ""
+    """The character that marks each point; "" joins the points by a line of dots instead."""
     style: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What the plot shows: x from `left` to `right`, and y from `low` to `high`, which are logarithms to base ten unless `linear`.
-
-    zero: with a line for 0.
-    """
+    """The ranges of a plot's axes."""
 
     left: float
     right: float
     low: float
+    """The smallest y; its logarithm to base ten, unless `linear`."""
     high: float
+    """The largest y, likewise."""
     zero: bool
+    """Whether there is a separate line for zero."""
     linear: bool = False
 
     def level(self, y: float) -> float | None:
-        """Where `y` stands between `low` and `high`; None for what is drawn as 0."""
+        """The position of `y` on the scale of `low` and `high`; None if it is drawn as zero."""
         if self.linear:
             return y
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Axes that hold every point: y from the largest down, no further than six powers of ten; smaller ones count as 0."""
+    """Logarithmic axes that contain every point. A y below a millionth of the largest counts as zero."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -66,7 +66,7 @@ def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
 
 
 def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
-    """Axes that hold every point, y as it is."""
+    """Linear axes that contain every finite point."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     low, high = min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0)
     if high - low < 1e-6 * max(1.0, abs(high)):
@@ -91,7 +91,7 @@ def plot(
 ) -> Text:
     """The plot as `height` lines of `width` cells.
 
-    vertical: x of a line from top to bottom. names: (x, name) of what stands under the axis in place of figures, in order.
+    vertical: x of a vertical line. names: (x, name), in order, to write below the horizontal axis instead of figures.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     margin = max(len(label) for label in (*labels.values(), "0")) + 1
@@ -115,7 +115,7 @@ def plot(
 
 
 class _Grid:
-    """Cells of the plot's inside; the line for 0, where there is one, comes after the others."""
+    """The cells inside the axes. The line for zero, if there is one, is the last row."""
 
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes
@@ -127,12 +127,12 @@ class _Grid:
         return min(self._columns - 1, self._across(x) // 2)
 
     def _across(self, x: float) -> int:
-        """Of two dots to a cell."""
+        """The column of dots for an x, with two dots per cell."""
         axes = self._axes
         return round((x - axes.left) / (axes.right - axes.left) * (2 * self._columns - 1))
 
     def _down(self, y: float) -> int | None:
-        """Of four dots to a cell; None for what is drawn as 0."""
+        """The row of dots for a y, counted from the top with four dots per cell; None if it is drawn as zero."""
         axes, level = self._axes, self._axes.level(y)
         return None if level is None else round((axes.high - level) / (axes.high - axes.low) * (4 * self._rows - 1))
 
@@ -186,8 +186,9 @@ class _Grid:
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """By row: whole powers of ten where there are two or more, as many as fit every other row; else the two ends. On a linear
-    axis round figures.
+    """Labels of the vertical axis, by row: round figures on a linear axis.
+
+    On a logarithmic axis, powers of ten in at most every other row, or the two ends if fewer than two powers are in range.
     """
     if axes.linear:
         return _round_figures(axes, rows)
@@ -201,7 +202,10 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
-    """By row: multiples of 1, 2 or 5 times a power of ten, every third row at most; the two ends where only one is inside."""
+    """Labels of a linear axis, by row: multiples of 1, 2 or 5 times a power of ten, in at most every third row.
+
+    The two ends if fewer than two such multiples are in range.
+    """
     span = axes.high - axes.low
     least = span / max(1, rows // 3)
     power = 10.0 ** math.floor(math.log10(least))
@@ -215,7 +219,7 @@ def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
-    """Names below the axis, each from its place on; those that would touch the one before are left out."""
+    """The line of names below the axis. Each name starts at its x; a name that would touch the previous one is left out."""
     line = ""
     for x, name in names:
         start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))
@@ -225,7 +229,7 @@ def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -
 
 
 def _x_labels(axes: Axes, columns: int) -> str:
-    """Figures below the axis, each under its place, those at the ends within the line."""
+    """The line of figures below the axis, each centred at its x but kept inside the line."""
     span = axes.right - axes.left
     digits = max(0, min(4, 2 - math.floor(math.log10(span)))) if span > 0 else 2
     line = ""

@@ -1,4 +1,4 @@
-"""Pieces of text for the screen: dtypes, bars, units. Colour never carries what the text does not."""
+"""Short texts for the screen: dtypes, bars, units. Colour never carries information that the text does not."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ _OF_BLOCKS = {
     ("float", 8): "yellow", ("float", 6): "bright_yellow", ("float", 4): "bright_magenta",
     ("int", 8): "red", ("int", 4): "bright_red",
 }  # fmt: skip
-"""The same for formats with blocks, by their elements."""
+"""Colours of block formats, by the kind and bits of their elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
+"""The SQNR at and above which the bar of a drift is empty."""
 
 
 def colour(dtype: str) -> str:
-    """A colour of the terminal's own palette for a dtype."""
+    """The colour of a dtype, from the terminal's palette."""
     row = dtypes.BY_NAME.get(dtype)
     if row is not None and row.blocks is not None:
         return _OF_BLOCKS[row.kind, row.bits]
@@ -36,17 +37,17 @@ def colour(dtype: str) -> str:
 
 
 def name_cell(text: str, width: int) -> str:
-    """A name from a file, made safe and cut to `width` cells."""
+    """A name from a file, without control characters, truncated to `width` cells."""
     return truncate(printable(text, max(width, 1)), width)
 
 
 def truncate(text: str, width: int) -> str:
-    """Text of at most `width` cells, with an ellipsis where it was cut. For text whose characters are one cell each."""
+    """Text truncated to `width` cells, with an ellipsis if it was cut. Every character must be one cell wide."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
 
 
 def wrap_dotted(name: str, width: int) -> str:
-    """A module's name in lines of at most `width` cells, broken before a dot where that will do."""
+    """A module's name wrapped to lines of `width` cells. It breaks only before dots, so a long part may exceed the width."""
     lines = [""]
     for part in re.split(r"(?=\.)", name):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -56,7 +57,7 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """(text, dtype) pieces of a node's dtypes: `bf16 83 % · f32 17 %`, as many as fit, `+1` for the rest."""
+    """(text, dtype) pieces of a node's mix of dtypes: `bf16 83 % · f32 17 %`. If not all fit, `+1` counts the rest."""
     shares = totals.mix()
     if not shares:
         return []
@@ -81,27 +82,27 @@ def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
     return pieces
 
 
-def drift_cell(reading: ModuleDrift | None) -> tuple[str, str]:
-    """(SQNR in dB or a word, bar) of a module's drift; a longer bar is more drift."""
-    if reading is None:
+def drift_cell(drift: ModuleDrift | None) -> tuple[str, str]:
+    """(SQNR in dB or a word, bar) of a module's drift. A longer bar means more drift."""
+    if drift is None:
         return "", ""
-    if reading.nonfinite or (reading.sqnr_db is not None and math.isnan(reading.sqnr_db)):
+    if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
         return "inf/nan", "!!!"
-    if reading.sqnr_db is None:
+    if drift.sqnr_db is None:
         return "other", ""
-    if math.isinf(reading.sqnr_db):
-        return ("exact", "") if reading.sqnr_db > 0 else ("-inf", bar(1.0, 3))
-    return f"{reading.sqnr_db:.1f}", bar((BEST_DB - reading.sqnr_db) / BEST_DB, 3)
+    if math.isinf(drift.sqnr_db):
+        return ("exact", "") if drift.sqnr_db > 0 else ("-inf", bar(1.0, 3))
+    return f"{drift.sqnr_db:.1f}", bar((BEST_DB - drift.sqnr_db) / BEST_DB, 3)
 
 
 def short_bytes(size: int) -> str:
-    """Bytes in at most nine cells: `396.8 KiB`."""
+    """A size in bytes as text of at most nine cells, such as `396.8 KiB`."""
     number, unit = human_bytes(size).split(" ")
     return f"{float(number):.1f} {unit}" if "." in number else f"{number} {unit}"
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of `width` cells, `share` of it filled, to an eighth of a cell."""
+    """A bar of `width` cells of which `share`, from 0 to 1, is filled, in steps of an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)

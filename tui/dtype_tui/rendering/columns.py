@@ -1,4 +1,4 @@
-"""Blocks of lines side by side in columns."""
+"""Arranges blocks of lines in columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ GAP = 2
 
 
 def in_columns(blocks: Sequence[Sequence[Text]], width: int, narrowest: int) -> Text:
-    """The blocks in their order, none torn apart, in as many columns of at least `narrowest` cells as fit `width`; so that the page
-    is as low as can be. A line that is too long is cut.
+    """Arrange the blocks, in order, in as many columns of at least `narrowest` cells as fit into `width` cells.
+
+    No block is split over columns, and the page is as low as possible. Lines that are too long are truncated.
     """
     most = max(1, min(len(blocks), (width + GAP) // (narrowest + GAP)))
     columns = min(_partitions(blocks, most), key=lambda found: max(map(len, found)))
@@ -29,7 +30,7 @@ def in_columns(blocks: Sequence[Sequence[Text]], width: int, narrowest: int) -> 
 
 
 def _partitions(blocks: Sequence[Sequence[Text]], count: int) -> list[list[list[Text]]]:
-    """Every way to put the blocks in `count` columns, one after the other, an empty line between two of a column."""
+    """Every way to distribute the blocks, in order, over `count` columns, with an empty line between the blocks of a column."""
     found = []
     for cuts in combinations(range(1, len(blocks)), count - 1):
         bounds = [0, *cuts, len(blocks)]

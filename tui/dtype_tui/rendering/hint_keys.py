@@ -1,4 +1,4 @@
-"""The hints of the engine's sentences in the app's words: a key does what an option does on the command line."""
+"""Fills the hints in the engine's sentences with keys of the app, where the command line would name options."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ IN_THE_APP: Mapping[HintName, str] = {
 
 
 def with_keys(sentence: str) -> str:
-    """A sentence of the engine with its hints as keys."""
+    """A sentence of the engine whose hints name keys."""
     return fill_hints(sentence, IN_THE_APP)

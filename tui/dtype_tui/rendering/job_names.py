@@ -1,4 +1,4 @@
-"""What the engine's jobs are called on the screen, and how to ask for one again."""
+"""Names of the engine's jobs on the screen, and how to start a stopped one again."""
 
 from __future__ import annotations
 
@@ -6,30 +6,33 @@ from collections.abc import Iterable
 
 WORDS: dict[str, tuple[str, str, str]] = {
     "measure": ("measuring", "measuring", "m measures again"),
-    "inputs": ("preparing the inputs", "inputs", "the inputs before stay in force"),
-    "recipe": ("taking over the rules", "rules", "they are in force"),
+    "inputs": ("preparing the inputs", "inputs", "the previous inputs stay in use"),
+    "recipe": ("applying the rules", "rules", "they are applied"),
     "flow": ("tracing casts", "dtype flow", "f traces them again"),
     "causes": ("running each module as cast by itself", "causes", "d runs them again"),
     "generate": ("generating", "text", "g generates again"),
     "speed": ("timing", "timing", "t times again"),
-    "scan": ("scan", "scan", "s goes on with it"),
-    "recipes": ("measuring recipes", "recipes", "those that were measured are in the history"),
+    "scan": ("scan", "scan", "s resumes it"),
+    "recipes": ("measuring recipes", "recipes", "the measured ones are in the history"),
     "values": ("reading the values", "values", "v reads them again"),
     "write": ("writing", "writing", "e writes"),
-    "nonfinite": ("looking for what makes the output finite", "what is not finite", "the drift stands"),
+    "nonfinite": ("looking for what makes the output finite", "what is not finite", "the drift stays valid"),
     "losses": ("looking for values that are lost", "lost values", "m looks again"),
-    "floor": ("the reference against itself", "floor", "the drift stands"),
+    "floor": ("the reference against itself", "floor", "the drift stays valid"),
 }
-"""By job: what is done, what it is called while it waits, and what a user who stopped it should know."""
+"""By job: its words while it runs, its words while it waits, and what the user should know after stopping it."""
 
 
 def queue_words(running: str, waiting: Iterable[str]) -> str:
-    """`scan, writing`: the jobs that wait, in order. A measurement that runs and will start again is not named twice."""
+    """The waiting jobs, in order: `scan, writing`. A measurement that is running and will run again is not listed."""
     return ", ".join(WORDS[name][1] for name in waiting if not (name == running == "measure"))
 
 
 def stopped_sentence(stopped: str | None, dropped: Iterable[str]) -> str:
-    """`stopped: timing; t times again. Not begun: scan`."""
+    """The notice after a stop: `stopped: timing; t times again. Not begun: scan`.
+
+    stopped: the job that was running; None if none had begun. dropped: the jobs that were waiting.
+    """
     rest = ", ".join(WORDS[name][1] for name in dropped)
     if stopped is None:
         return f"stopped before it began: {rest}"

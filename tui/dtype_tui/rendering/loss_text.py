@@ -1,4 +1,4 @@
-"""Values that casts lose, as text: for the pane, the tree and the status line."""
+"""Texts about weight values that casts lose, for the Drift pane, the tree and the status line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """`⚠ 64 inf 12 zero` by the names of the tensors that lose values, and of the modules that they are in."""
+    """Marks such as `⚠ 64 inf 12 zero`, by name, of the tensors that lose values and of the modules above them."""
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
         for name in (loss.tensor, *ancestors(loss.tensor)):
@@ -28,7 +28,7 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
 
 
 def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
-    """`⚠ 64 inf 12 zero`; "" for none."""
+    """The mark for these counts of values, `⚠ 64 inf 12 zero`; "" if all are zero."""
     parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
     words = " ".join(f"{count:,} {what}" for count, what in parts if count)
     return f"⚠ {words}" if words else ""
@@ -37,9 +37,9 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
 def loss_rows(
     lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
 ) -> list[tuple[str, str]]:
-    """Rows of the Drift pane, (label, words): the tensors that lose values, and what keeps them.
+    """Rows (label, words) of the Drift pane: the tensors that lose values, and the rules that keep these values.
 
-    lost: None while that is not known, for `reason`. remedy_next: whether the key for what mends applies `remedy` next.
+    lost: None while unknown, because of `reason`. remedy_next: whether the key for remedies applies `remedy` next.
     """
     if lost is None:
         return [("values", reason)] if reason else []
@@ -56,6 +56,6 @@ def _sentences(losses: Sequence[ValueLoss]) -> list[str]:
 
 
 def loss_status(losses: Sequence[ValueLoss]) -> str:
-    """For the status line: `⚠ 64 values became infinite, in 1 tensor`."""
+    """The words of the status line: `⚠ 64 values became infinite, in 1 tensor`; "" if no values are lost."""
     words = headline(losses)
     return f"⚠ {words}" if words else ""

@@ -1,4 +1,4 @@
-"""Rich's table, whose text is text."""
+"""A Rich table that does not interpret markup."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.text import Text
 
 
 class PlainTable(Table):
-    """A table that takes no string for markup: names of modules, classes and files may have brackets in them."""
+    """A table whose strings are not markup, since names of modules, classes and files may contain brackets."""
 
     @classmethod
     def labelled(cls, gap: int = 2, columns: int = 1) -> Table:
-        """A grid of dim labels, each before one cell or several, `gap` cells apart; long text is folded."""
+        """A grid with a column of dim labels and `columns` more columns, `gap` cells apart. Long text is folded."""
         grid = cls.grid(padding=(0, gap))
         grid.add_column(style="dim", no_wrap=True)
         for _ in range(columns):

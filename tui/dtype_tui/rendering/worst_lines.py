@@ -1,4 +1,4 @@
-"""The modules that drift most, a line each where their names can be told apart in it."""
+"""Lines for the modules that drift most: one each if the shortened names are unique, otherwise more."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _NUMBER_WIDTH = 10
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """A module's name in `width` cells, its beginning cut off where it has to be, as `…10.mlp.down_proj`; None where what is left
-    could be another's.
+    """A module's name in `width` cells. If it is too long its beginning is cut off, as in `…10.mlp.down_proj`.
+
+    None if the rest is also the end of another name in `others`.
     """
     if len(name) <= width:
         return name
@@ -32,38 +33,41 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
 
 
 def worst_lines(
-    readings: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
+    worst: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
 ) -> list[Text] | None:
-    """SQNR, with its unit or without, and the name beside it; None where a name can't be told from the `others` there."""
-    numbers = _numbers(readings, unit)
+    """One line per module with its SQNR and shortened name; None if a shortened name could be one of `others`.
+
+    unit: whether the SQNR has its unit.
+    """
+    numbers = _numbers(worst, unit)
     widest = _NUMBER_WIDTH if unit else max(map(len, numbers), default=0)
     lines = []
-    for reading, number in zip(readings, numbers, strict=True):
+    for drift, number in zip(worst, numbers, strict=True):
         number = f"{number:>{widest}} "
-        name = shortened_uniquely(printable(reading.name, 300), width - len(number), others)
+        name = shortened_uniquely(printable(drift.name, 300), width - len(number), others)
         if name is None:
             return None
-        lines.append(_line(reading, number, name))
+        lines.append(_line(drift, number, name))
     return lines
 
 
-def worst_lines_or_longer(readings: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
-    """SQNR without its unit, and the name beside it, or below it in full where that can't be told from the `others`."""
-    numbers = _numbers(readings, unit=False)
+def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
+    """The SQNR of each module without its unit, then its shortened name; the full name below if the short one is not unique."""
+    numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)
     lines = []
-    for reading, number in zip(readings, numbers, strict=True):
-        name = printable(reading.name, 300)
-        beside = shortened_uniquely(name, width - widest - 1, others)
+    for drift, number in zip(worst, numbers, strict=True):
+        name = printable(drift.name, 300)
+        short = shortened_uniquely(name, width - widest - 1, others)
         below = "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  ")
-        lines.append(_line(reading, f"{number:>{widest}} ", below if beside is None else beside))
+        lines.append(_line(drift, f"{number:>{widest}} ", below if short is None else short))
     return lines
 
 
-def _numbers(readings: Sequence[ModuleDrift], unit: bool) -> list[str]:
-    words = ["not finite" if reading.nonfinite else decibels(reading.sqnr_db) for reading in readings]
+def _numbers(worst: Sequence[ModuleDrift], unit: bool) -> list[str]:
+    words = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db) for drift in worst]
     return words if unit else [number.replace(" dB", "") for number in words]
 
 
-def _line(reading: ModuleDrift, number: str, name: str) -> Text:
-    return Text.assemble((number, "bold" if reading.nonfinite else ""), (name, "dim"))
+def _line(drift: ModuleDrift, number: str, name: str) -> Text:
+    return Text.assemble((number, "bold" if drift.nonfinite else ""), (name, "dim"))

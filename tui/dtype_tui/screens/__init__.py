@@ -1,1 +1,1 @@
-"""The windows over the main screen."""
+"""The windows that open over the main screen."""

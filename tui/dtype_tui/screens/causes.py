@@ -1,4 +1,4 @@
-"""Drift over depth, and which modules cause it."""
+"""The window with drift over depth and the modules that cause it."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """A plot of every module's SQNR in the order of the pass, as measured and by its own error alone, over a table of causes.
+    """Plots every module's SQNR in the order of the pass, as measured and due to its own error alone, above a table of causes.
 
-    `stop` stops the measurement of causes and nothing else.
+    stop: stops the measurement of causes, but no other job.
     """
 
     DEFAULT_CSS = """
@@ -93,7 +93,7 @@ class CausesScreen(ModalScreen[None]):
             if share is not None:
                 words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
             if what and "causes" in self._activity.waiting:
-                words = f"The causes come next, after: {words}"
+                words = f"The causes follow, after: {words}"
             self.query_one("#headline", Static).update(Text(words, style="dim"))
         elif report is not self._shown:
             self._shown = report
@@ -104,15 +104,15 @@ class CausesScreen(ModalScreen[None]):
             self._plot()
 
     def _plot(self) -> None:
-        readings = self._experiment.results.modules
+        modules = self._experiment.results.modules
         report = self._experiment.results.causes
         local = {cause.name: cause.local_sqnr_db for cause in report.causes} if report is not None else {}
-        names = [name for name in readings if name in local] if local else self._modules_with_weights()
+        names = [name for name in modules if name in local] if local else self._modules_with_weights()
         legend = Text("SQNR in dB of every module with weights, in order:  ⠒ as measured", style="dim")
         if local:
             legend = Text("SQNR in dB, modules in order:  ⠒ as measured  o its own error alone", style="dim")
         self.query_one("#legend", Static).update(legend)
-        whole = [(float(index), _drawn(readings[name].sqnr_db)) for index, name in enumerate(names)]
+        whole = [(float(index), _drawn(modules[name].sqnr_db)) for index, name in enumerate(names)]
         own = [(float(index), _drawn(local.get(name))) for index, name in enumerate(names)]
         labels = [_short(name) for name in names]
         starts = [
@@ -125,7 +125,7 @@ class CausesScreen(ModalScreen[None]):
         widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
 
     def _modules_with_weights(self) -> list[str]:
-        """Names of the measured modules that have tensors of their own, in the order of the pass."""
+        """Names of the measured modules that hold tensors directly, in the order of the pass."""
         modules = self._experiment.tree.modules
         return [name for name in self._experiment.results.modules if name in modules and modules[name].tensors]
 
@@ -142,12 +142,12 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """What a plot takes: it leaves out what is not finite, such as the SQNR of a module that is exact."""
+    """A value for the plot, which leaves out non-finite values: NaN for None. The SQNR of an exact module is infinite."""
     return math.nan if sqnr_db is None else sqnr_db
 
 
 def _short(name: str) -> str:
-    """The numbered part of a name where there is one, else its end: `layers.3`."""
+    """A short label of a module: the numbered part of its name, such as `layers.3`, or else the last part."""
     shown = printable(name, 200)
     parts = shown.split(".")
     counted = next((index for index in numbered_parts(shown) if index), None)

@@ -1,4 +1,4 @@
-"""A box of lines over the main screen, one of which is chosen."""
+"""The base class of windows in which the user chooses a line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dtype_tui.screens.modal import ModalScreen, Result
 
 
 class ChoiceScreen(ModalScreen[Result]):
-    """Up and down move the choice. A subclass draws its lines in `draw` and has the bindings."""
+    """A box of lines, one of which is chosen. A subclass draws the lines in `draw`, and binds keys to `action_move`."""
 
     HEADING: ClassVar[str]
-    """The title in the border of the box."""
+    """The title in the upper border of the box."""
     KEYS: ClassVar[str]
-    """The line in its lower border: the keys that count here."""
+    """The keys of the window, in the lower border."""
 
     DEFAULT_CSS = """
     ChoiceScreen { align: center middle; }
@@ -28,11 +28,11 @@ class ChoiceScreen(ModalScreen[Result]):
     """
 
     def __init__(self, count: int) -> None:
-        """`count`: the lines that there are to choose from."""
+        """count: the number of lines to choose from."""
         super().__init__()
         self._count = count
         self.index = 0
-        """Of the chosen line."""
+        """Index of the chosen line."""
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(can_focus=False) as box:
@@ -50,15 +50,15 @@ class ChoiceScreen(ModalScreen[Result]):
         self.call_after_refresh(self.redraw)
 
     def draw(self) -> Text:
-        """The lines, each after its `marker`."""
+        """The text of all lines, each of which begins with its `marker`."""
         raise NotImplementedError
 
     def redraw(self) -> None:
-        """Show the lines as they are now."""
+        """Draw the lines again."""
         self.query_one(Static).update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
-        """(text, style) of what stands before a line."""
+        """(text, style) of the marker at the beginning of a line."""
         return "› " if index == self.index else "  ", "bold"
 
     def action_move(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Two recipes side by side: figures, rules, tensors, modules."""
+"""The window that compares two recipes: figures, rules, tensors, modules."""
 
 from __future__ import annotations
 
@@ -26,21 +26,24 @@ MOST_ROWS = 300
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A recipe and what it is called; `entry` and `modules` are its measurement, None where there is none or it was not kept."""
+    """One of the two recipes."""
 
     title: str
+    """The short name of the recipe in the headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
+    """The measurement; None if the recipe was not measured."""
     modules: Mapping[str, ModuleDrift] | None
+    """The drift of the modules by name; None if it was not kept."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """A measured recipe."""
+    """The side of a measured recipe."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """A recipe with its measurement on the inputs and with the settings in force, where there is one."""
+    """The side of a recipe, with its measurement on the current inputs with the current settings, if there is one."""
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
         if entry.recipe == recipe and (entry.settings, entry.inputs) == now:
@@ -49,7 +52,7 @@ def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
 
 
 def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
-    """Two recipes, figure by figure, rule by rule, tensor by tensor and module by module; what differs is bold."""
+    """Two recipes compared by their figures, rules, tensors and modules. Differences are bold."""
     plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
     page = PlainTable.grid()
     page.add_row(_figures(one, other, plans))
@@ -139,7 +142,7 @@ def _rules(one: Side, other: Side) -> Table:
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
-    """The tensors whose dtypes differ."""
+    """A table of the tensors whose dtypes differ."""
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     if not differ:
@@ -158,17 +161,15 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
 
 
 def _modules(one: Side, other: Side) -> Table | Text:
-    """The modules that drift differently, those that differ most first."""
+    """A table of the modules whose drift differs, with the largest differences first."""
     if one.modules is None or other.modules is None:
-        return _heading("modules: not kept for both; go back to one and it is measured again")
+        return _heading("modules: not kept for both; going back to a recipe measures it again")
     rows = []
-    for name, reading in one.modules.items():
+    for name, drift in one.modules.items():
         against = other.modules.get(name)
-        if against is not None and against.sqnr_db != reading.sqnr_db:
-            gain = sqnr_gain(reading, against)
-            rows.append(
-                (-abs(gain) if gain is not None else float("-inf"), name, reading.sqnr_db, against.sqnr_db, gain)
-            )
+        if against is not None and against.sqnr_db != drift.sqnr_db:
+            gain = sqnr_gain(drift, against)
+            rows.append((-abs(gain) if gain is not None else float("-inf"), name, drift.sqnr_db, against.sqnr_db, gain))
     if not rows:
         return _heading("modules: all drift alike")
     page = PlainTable.grid()

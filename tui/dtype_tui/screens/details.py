@@ -1,4 +1,4 @@
-"""What is known of one module or tensor."""
+"""The window with the details of a module or tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
-    """What is known of one module or tensor."""
+    """A window with everything that is known about a module or tensor."""
     grid = PlainTable.labelled()
     grid.add_row("name", printable(node, 2000) or "the whole model")
     module = experiment.tree.modules.get(node)
@@ -42,13 +42,13 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
         if module.keep_in_fp32:
             grid.add_row("keep float32", module.keep_in_fp32)
-        reading = experiment.results.modules.get(node)
+        drift = experiment.results.modules.get(node)
         if not node and (words := _output_words(experiment)):
             grid.add_row("drift", words)
-        elif reading is not None:
+        elif drift is not None:
             grid.add_row(
                 "drift",
-                f"SQNR {decibels(reading.sqnr_db)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
+                f"SQNR {decibels(drift.sqnr_db)}, max |Δ| {drift.max_abs:.4e}, non-finite {drift.nonfinite:,}"
                 + _over(experiment.results.report),
             )
     tensor = experiment.tree.canonical(node) if module is None else None
@@ -74,9 +74,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if words := fused_with(tensor.name, experiment.plan.dtypes):
             grid.add_row("fused", words)
         if not tensor.castable:
-            grid.add_row(
-                "never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype that one computes in"
-            )
+            grid.add_row("never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype for computation")
         for loss in experiment.results.losses.values or ():
             if loss.tensor == tensor.name:
                 before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""
@@ -95,7 +93,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _output_words(experiment: Experiment) -> str:
-    """The drift of the model's output, and over how much of the inputs where not all were run; "" where it is not known."""
+    """The drift of the model's output in words, with the part of the inputs that it covers if not all; "" if unknown."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         output, extent = report.output, report.sequences
@@ -108,7 +106,7 @@ def _output_words(experiment: Experiment) -> str:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Over how many sequences the modules' figures are, where that is known and not all."""
+    """How many sequences the modules' figures cover, as the end of a sentence; "" if they cover all, or if that is unknown."""
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""
 
@@ -121,8 +119,4 @@ def _bytes_by_dtype(totals: Totals) -> str:
 def _no_class(experiment: Experiment) -> str:
     if experiment.model.no_forward is None and not experiment.model.live:
         return "known when the model is loaded"
-    return (
-        "none: it only holds others"
-        if experiment.tree.has_classes
-        else "not known: nothing says which architecture this is"
-    )
+    return "none: it only holds others" if experiment.tree.has_classes else "unknown: no file names the architecture"

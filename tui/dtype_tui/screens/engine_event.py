@@ -1,4 +1,4 @@
-"""What the engine tells, as a message to the screens."""
+"""The message that carries an event of the engine to the screens."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dtype_engine.worker import events
 
 
 class EngineEvent(Message, bubble=False):
-    """Posted to the main screen from the engine's threads, which hands it on to every window that is open."""
+    """The engine's threads post this message to the main screen, which passes it on to every open window."""
 
     def __init__(self, event: events.Event) -> None:
         super().__init__()

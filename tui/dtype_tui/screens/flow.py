@@ -1,4 +1,4 @@
-"""The implicit casts of one forward pass."""
+"""The window with the implicit casts of one forward pass."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 _NAME_WIDTH = 26
-"""Cells that a module's name has beside what it did, as far as cutting the operation gives them."""
+"""The width in cells that the module's name should have. Long names of operations are truncated to reach it."""
 
 
 def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
-    """The implicit casts of one forward pass, those to float64 first, on a screen of this width."""
+    """A window with the implicit casts of one forward pass, in the given order. width: of the screen, in cells."""
     if not casts:
-        return Overlay("Dtype flow", Text("No implicit casts: every operation was given one dtype."))
+        return Overlay("Dtype flow", Text("No implicit casts: the inputs of every operation had the same dtype."))
     repeated = any(cast.count > 1 for cast in casts)
     words = ("operation", "from → to", "elements", *(["times"] if repeated else []), "in torch")
     rows: list[list[Text]] = []
@@ -36,7 +36,7 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
         for word, column in zip(words, zip(*rows, strict=True), strict=True)
     ]
     name_width = Overlay.content_width(width) - sum(widths) - 2 * len(widths)
-    # One long operation must not leave too little for all the names.
+    # A single long operation must not leave too little room for all the names.
     longest = max(len(words[0]), widths[0] - max(0, _NAME_WIDTH - name_width))
     name_width += widths[0] - min(widths[0], longest)
     for row in rows:

@@ -1,4 +1,4 @@
-"""The help: the keys of the main screen on one page, by what one wants to do; below it those of every window, and the words."""
+"""The help: a page with the main screen's keys by task; below it the keys of every window and explanations of terms."""
 
 from __future__ import annotations
 
@@ -41,14 +41,16 @@ from dtype_tui.widgets.tree_rows import Row
 Section = tuple[str, list[tuple[str, str]]]
 _NARROWEST = 35
 _KEYS_WIDTH = 8
-"""Cells for keys in a column; where they are longer, their words come after them."""
+"""Cells for the keys in a column. Longer keys push their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""The same for the keys of windows, which are below each other, and have the page's width."""
+"""The same for the keys of windows, whose lines have the full width of the page."""
 
 
 class HelpScreen(ModalScreen[None]):
-    """`here` has what the keys do to the node under the cursor, (binding's name, words); `node` is what it is called. `chosen` has
-    the keys that the user has put elsewhere, by the name of their binding; `words` are (title, text) of what is explained.
+    """Shows the help.
+
+    node: the name of the node under the cursor. node_keys: (binding id, description) of the keys for that node. chosen: the user's
+    own keys, by binding id. words: (title, text) of the explanations.
     """
 
     DEFAULT_CSS = """
@@ -71,13 +73,13 @@ class HelpScreen(ModalScreen[None]):
     def __init__(
         self,
         node: str,
-        here: Sequence[tuple[str, str]],
+        node_keys: Sequence[tuple[str, str]],
         chosen: Mapping[str, str],
         words: Iterable[tuple[str, str]],
     ) -> None:
         super().__init__()
         self._node = node
-        self._here = here
+        self._node_keys = node_keys
         self._chosen = chosen
         self._sections, self._words = sections(chosen, words)
 
@@ -104,7 +106,7 @@ class HelpScreen(ModalScreen[None]):
 
     def _page(self, width: int) -> Text:
         page = Text()
-        page.append_text(here_lines(self._node, self._here, self._chosen, width))
+        page.append_text(node_lines(self._node, self._node_keys, self._chosen, width))
         page.append("\n")
         page.append_text(in_columns(key_blocks(self._chosen), width, _NARROWEST))
         for title, rows in self._sections[2:]:
@@ -122,7 +124,7 @@ class HelpScreen(ModalScreen[None]):
         self.set_focus(field)
 
     def _close_search(self) -> None:
-        """Keys go to the page again; what was found stays."""
+        """Hide the search line. The results stay on the page."""
         self.query_one(LineInput).remove_class("open")
         self.query_one(VerticalScroll).focus()
 
@@ -138,8 +140,10 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """(title, its keys) of every screen and prompt, the main screen's first and the tree's second; and (title, text) of every word
-    explained. `chosen` as in `described`. A line of the help begins small, as a palette's entry does not.
+    """The sections of keys, and (title, text) of the explanations. chosen: the user's own keys, by binding id.
+
+    A section is (title, keys and their descriptions) of a screen or prompt; the main screen is first, the tree second. Descriptions
+    begin with a lower-case letter here, unlike in the command palette.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -167,8 +171,8 @@ def sections(
     ], explained
 
 
-def keys_here(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
-    """(name of a binding, what it does) of the keys that do something to the node of a row of the tree."""
+def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
+    """(binding id, description) of the keys that apply to the node of a row of the tree."""
     found = [("details", "details"), ("cast", "cast by a pattern"), ("copy-name", "copy its name")]
     if row.tensor is not None:
         found.append(("values", "its values"))
@@ -179,14 +183,14 @@ def keys_here(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
     return found
 
 
-def here_lines(node: str, here: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
-    """The keys that count for the node under the cursor: those for dtypes in a line, the others as many to a line as fit."""
+def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
+    """The lines with the keys for the node under the cursor: the keys for dtypes in one line, then the others."""
     names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
     text = Text()
     text.append(f"Here: {node}\n", style="bold")
     text.append("  ".join(f"{number} {name}" for number, name in enumerate(names, 1)) + "\n")
     line = ""
-    for name, words in here:
+    for name, words in node_keys:
         pair = f"{_keys((name,), chosen)} {words}"
         if line and len(line) + 3 + len(pair) > width:
             text.append(f"{line}\n")
@@ -197,14 +201,14 @@ def here_lines(node: str, here: Sequence[tuple[str, str]], chosen: Mapping[str, 
 
 
 def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
-    """The groups of keys, a heading and a line for each entry."""
+    """The groups of keys, each as a heading and one line per entry."""
     return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
 
 
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """A heading and the rows. width: of the page, that words are wrapped to; without one they stay on a line."""
+    """A heading and its rows. width: of the page, to which descriptions are wrapped; None: they are not wrapped."""
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]
@@ -214,7 +218,7 @@ def _block(
 
 
 def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
-    """Keys, and what they do: further lines of that begin in `column`, below its first."""
+    """The lines of an entry: the keys and the description. Continuation lines of the description are indented to `column`."""
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
@@ -226,7 +230,7 @@ def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """The keys of bindings: the first of each, then the second of each; `^r` for Ctrl+r."""
+    """The keys of several bindings: the first key of each, then the second key of each. Ctrl+r is written `^r`."""
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]
@@ -234,7 +238,7 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """The keys whose name, place or meaning has what is wanted in it, and the sentences that explain it."""
+    """The page of search results: keys whose name, section or description contains `wanted`, and sentences that contain it."""
     wanted = wanted.strip().lower()
     page = Text()
     for title, rows in places:
@@ -250,4 +254,4 @@ def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], want
             page.append(f"{title}\n", style="bold")
             for line in textwrap.wrap(". ".join(sentences), width):
                 page.append(f"{line}\n")
-    return page if page.plain else Text(f"Nothing in the help has {wanted!r} in it.")
+    return page if page.plain else Text(f"Nothing in the help contains {wanted!r}.")

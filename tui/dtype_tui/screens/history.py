@@ -1,4 +1,4 @@
-"""Every measured recipe: a table, a plot of bytes against drift, a comparison of two, and the way back to one."""
+"""The window with all measured recipes: a table, and a plot of drift against bytes."""
 
 from __future__ import annotations
 
@@ -29,14 +29,17 @@ _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
 _RULES = "rules"
 _RULES_WIDTH = 22
-"""Cells for rules that other columns make room for."""
+"""Cells for the rules. Other columns are left out until the rules have this width."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
-"""The columns that do so, the first to go first."""
+"""The columns that can be left out, in this order."""
 _PADDING = 2
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
-    """The measured recipes. The result is the one to go back to, or None."""
+    """Lists the measured recipes. The result is the one to go back to, or None.
+
+    Keys pin a recipe, compare two, or make one the baseline for the tree and the panes.
+    """
 
     DEFAULT_CSS = """
     MeasurementsScreen { align: center middle; }
@@ -50,18 +53,18 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "go_back", "Go back to the recipe"),
         Binding("p", "pin", "Pin it: pinned ones come first"),
-        Binding("c", "compare", "Compare: once on each of two"),
+        Binding("c", "compare", "Compare two recipes: press it on each"),
         Binding(
-            "P", "compare_all", "Compare all that is measured with it: in the tree and the panes; again: no longer"
+            "P", "compare_all", "Make it the baseline that the tree and the panes compare with; again: no baseline"
         ),
-        Binding("m", "measure", "Measure all of them on the inputs and with the settings in use"),
+        Binding("m", "measure", "Measure all of them on the current inputs with the current settings"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("escape,q,H", "leave", "Close"),
     ]
 
     def __init__(self, experiment: Experiment, measure: Callable[[Sequence[Recipe]], None]) -> None:
-        """measure: measures recipes, whatever recipe is in force."""
+        """measure: measures recipes without making them current."""
         super().__init__()
         self._experiment = experiment
         self._measure = measure
@@ -69,7 +72,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._chosen: int | None = None
         self._order: list[int] = []
         self._filled_for = 0
-        """The cells that the columns were chosen for."""
+        """The width in cells for which the columns were chosen."""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -84,7 +87,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._fill(len(self._experiment.measured) - 1)
 
     def show_figures(self) -> None:
-        """Show what was measured meanwhile; the cursor stays."""
+        """Show recipes that were measured since; the cursor stays on its recipe."""
         if self._seen != self._entries:
             at = self._entries[self._at].key if self._at < len(self._entries) else None
             keys = [entry.key for entry in self._entries]
@@ -95,7 +98,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Rebuild the rows, pinned ones first, else newest first; the cursor goes to the measurement with index `at`."""
+        """Rebuild the rows, pinned ones first, then the newest first, and put the cursor on the measurement with index `at`."""
         entries = self._entries
         self._seen = entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
@@ -114,9 +117,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _width(self) -> int:
-        """Cells for the columns. Before the window is laid out, those that it will have: a key that comes with H
-        finds the rows there.
-        """
+        """Cells for the columns. Before the layout this is an estimate, so that the rows exist for keys that follow H at once."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -141,7 +142,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """What a measurement means; the floor is known of the inputs in use alone."""
+        """The meaning of a measurement. The floor is known only for the current inputs."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -169,14 +170,14 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """The window has been laid out."""
+        """Adapt the rows and the plot to the window's new size."""
         if self._filled_for != self._width:
             self._fill(self._at)
         else:
             self._plot()
 
     def _plot(self) -> None:
-        """Bytes against KL, or against the square of relative L2 where the outputs are no distributions."""
+        """Plot KL against bytes, or the square of the relative L2 error if the outputs are not distributions."""
         widget = self.query_one("#plot", Static)
         distribution = any(entry.output.kl_mean is not None for entry in self._entries)
         series = []
@@ -200,7 +201,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def action_measure(self) -> None:
         recipes = without_figures(self._entries, self._experiment.settings, self._experiment.model.inputs)
         if not recipes:
-            self.notify("all are measured on these inputs, with these settings", severity="information")
+            self.notify("all are already measured on these inputs with these settings", severity="information")
         self._measure(recipes)
 
     def action_pin(self) -> None:
@@ -226,8 +227,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """The columns that `width` cells have room for, and how wide each is: the last has the rules, and gets what is left. Where the
-    rest would leave too little for them, columns without a figure go first.
+    """The columns that fit into `width` cells, with their widths. The rules come last and get the remaining cells.
+
+    If too little would remain for the rules, other columns are left out: first those without a figure, then as in _LEAVE.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
@@ -239,7 +241,7 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 
 
 def _time_or_extent(entry: MeasuredRecipe) -> str:
-    """How long the candidate took; `2 of 6` where not all inputs were run."""
+    """The time of the candidate, or the sequences covered, such as `2 of 6`, if not all were run."""
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)

@@ -1,4 +1,4 @@
-"""The inputs of the model, call by call, and a line for other inputs."""
+"""The window with the inputs of the model, call by call, and a line that names other inputs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """The inputs in force. Enter prepares those that the line names; the screen stays open and shows them when they are ready.
+    """Shows the current inputs. Enter prepares the inputs that the line names; the window stays open and then shows them.
 
-    `compared`: positions that the last measurement compared; `ask` is called with the line.
+    compared: the number of positions that the last measurement compared. ask: called with the line.
     """
 
     HELP = (
         "A prompt, or the path of a file: text (.txt, .jsonl), a picture, a sound, or tensors by argument (.safetensors, .npz, "
-        ".pt). Text takes the place of text, a picture that of pictures, tensors that of everything. An empty line: the defaults."
+        ".pt). New text replaces text, a new picture replaces pictures, and tensors replace everything. An empty line restores the "
+        "defaults."
     )
 
     DEFAULT_CSS = """
@@ -54,10 +55,10 @@ class InputsScreen(ModalScreen[None]):
     ]
 
     def __init__(
-        self, reading: InputsSummary | None, no_forward: str | None, compared: int | None, ask: Callable[[str], None]
+        self, summary: InputsSummary | None, no_forward: str | None, compared: int | None, ask: Callable[[str], None]
     ) -> None:
         super().__init__()
-        self._reading = reading
+        self._summary = summary
         self._no_forward = no_forward
         self._compared = compared
         self._ask = ask
@@ -78,12 +79,12 @@ class InputsScreen(ModalScreen[None]):
         self.set_focus(self.query_one(LineInput))
 
     def on_resize(self) -> None:
-        # The list takes what the box has left: as much as it needs, and never the line below it.
+        # The list is as high as its rows, but never pushes the line below it out of the box.
         self.query_one(VerticalScroll).styles.max_height = max(3, int(self.size.height * 0.9) - 8)
 
     def _draw(self) -> None:
         none = Text(printable(self._no_forward or "Not known yet.", 500))
-        shown = inputs_table(self._reading, self._compared) if self._reading else none
+        shown = inputs_table(self._summary, self._compared) if self._summary else none
         self.query_one("#inputs-rows", Static).update(shown)
 
     def _enter(self, line: str) -> None:
@@ -92,15 +93,15 @@ class InputsScreen(ModalScreen[None]):
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
-            case events.InputsReady(summary=reading):
-                self._reading, self._compared = reading, None
+            case events.InputsReady(summary=summary):
+                self._summary, self._compared = summary, None
                 self._draw()
                 self.query_one(VerticalScroll).scroll_home(animate=False)
                 self.query_one(LineInput).value = ""
-                self._show_status("in force; measuring…")
+                self._show_status("ready; measuring…")
             case events.InputsRefused() | events.Refused(job="inputs"):
-                # The message line has the reason; the line stays, to be corrected.
-                self._show_status("Not taken: the inputs above stay in force.", style="bold")
+                # The message line shows the reason; the typed line stays, so that the user can correct it.
+                self._show_status("Refused: the inputs above stay in use.", style="bold")
             case events.Measured(report=report):
                 self._compared = report.output.positions
                 self._draw()
@@ -110,12 +111,12 @@ class InputsScreen(ModalScreen[None]):
         self.query_one("#inputs-status", Static).update(Text(words, style=style))
 
 
-def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
-    """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""
+def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
+    """A table of the inputs: a description, their sources, and a row for each call. compared: the number of compared positions."""
     head = PlainTable.labelled()
-    for index, part in enumerate(reading.made_of):
+    for index, part in enumerate(summary.made_of):
         head.add_row("made of" if index == 0 else "", Text(printable(part, 300)))
-    counts = [f"{reading.positions:,} tokens"] if reading.positions is not None else []
+    counts = [f"{summary.positions:,} tokens"] if summary.positions is not None else []
     if compared is not None:
         counts.append(f"outputs compared at {compared:,}")
     if counts:
@@ -123,13 +124,13 @@ def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
     rows = PlainTable.grid(padding=(0, 1))
     rows.add_column(style="dim", no_wrap=True, justify="right")
     rows.add_column(overflow="fold")
-    for number, batch in enumerate(reading.batches[:MOST_ROWS], 1):
+    for number, batch in enumerate(summary.batches[:MOST_ROWS], 1):
         rows.add_row(str(number), Text(printable(batch.what, 160), no_wrap=True, overflow="ellipsis"))
         rows.add_row("", Text(_arguments(batch), style="dim"))
-    if len(reading.batches) > MOST_ROWS:
-        rows.add_row("", f"and {len(reading.batches) - MOST_ROWS:,} more")
+    if len(summary.batches) > MOST_ROWS:
+        rows.add_row("", f"and {len(summary.batches) - MOST_ROWS:,} more")
     whole = PlainTable.grid()
-    whole.add_row(Text(printable(reading.description, 200), style="bold"))
+    whole.add_row(Text(printable(summary.description, 200), style="bold"))
     whole.add_row(head)
     whole.add_row("")
     whole.add_row(rows)

@@ -1,4 +1,4 @@
-"""What the engine does and what waits behind it, each to be stopped by itself."""
+"""The window with the running job and the waiting ones, in which the user can stop any of them."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dtype_tui.state.activity import Activity
 
 
 class JobsScreen(ChoiceScreen[None]):
-    """The jobs in their order. `stop` is called with the name of one."""
+    """Lists the jobs in their order. stop: called with the name of the job to stop."""
 
-    HEADING = "What the engine does"
+    HEADING = "Jobs of the engine"
     KEYS = "↑↓ choose  x stops it  Esc closes"
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -32,7 +32,7 @@ class JobsScreen(ChoiceScreen[None]):
         super().__init__(len(self._jobs()))
 
     def _jobs(self) -> list[str]:
-        """Names of the jobs: what runs, then what waits."""
+        """Names of the jobs: the running one, then the waiting ones."""
         activity = self._activity
         return [activity.running, *activity.waiting] if activity.busy else []
 
@@ -51,7 +51,7 @@ class JobsScreen(ChoiceScreen[None]):
             else:
                 text.append(f"then: {WORDS[name][0]}\n")
         if not jobs:
-            text.append("Nothing runs, and nothing waits.\n")
+            text.append("No job is running or waiting.\n")
         text.right_crop(1)
         return text
 

@@ -1,4 +1,4 @@
-"""What the app has said, to be read again."""
+"""The window with all messages of the app so far."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def messages_screen(said: Iterable[Notification]) -> Overlay:
-    """Every sentence with its time of day, the newest first."""
+    """A window with every message and its time of day, the newest first."""
     grid = PlainTable.labelled()
     for each in reversed(list(said)):
         style = "" if each.severity == "information" else "bold"
         grid.add_row(time.strftime("%H:%M:%S", time.localtime(each.raised_at)), Text(each.message, style=style))
     if not grid.row_count:
-        grid.add_row("", "Nothing was said yet.")
+        grid.add_row("", "No messages yet.")
     return Overlay("Messages", grid)

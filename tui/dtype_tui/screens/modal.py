@@ -1,7 +1,7 @@
-"""Windows over the main screen that close once.
+"""The base class of windows over the main screen, which makes sure that a window closes only once.
 
-Textual's own `dismiss` takes the topmost screen off, whichever that is: two clicks beside the palette, or two keys in one burst,
-that both close a window reach it before it is gone, and the second would take off the screen below, in the end the last one.
+Textual's own `dismiss` removes the topmost screen, whichever it is. If two keys or clicks that close a window arrive together, the
+second would remove the screen below the window, possibly the last one.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Whether an error comes from a query in a window that was closed meanwhile or is not composed yet, or in an app without
-    windows. One burst of keys that opens and closes a window does that; the app passes over such errors.
+    """Whether an error is a failed query in a window that has been closed or is not composed yet, or in an app that is ending.
+
+    Keys that open and close a window within one burst cause such errors; the app ignores them.
     """
     if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -44,30 +45,31 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 
 
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
-    """The widgets and windows whose methods are in an error's traceback, the outermost first. The message pump alone does not
-    name the window where the error arose in a task of the app.
+    """The widgets and windows whose methods are in an error's traceback, the outermost first.
+
+    If the error was raised in a task of the app, the active message pump does not identify the window.
     """
-    asked = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return [node for node in asked if isinstance(node, DOMNode) and not isinstance(node, App)]
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]
 
 
 def _close_once(
     screen: Screen[Result], dismiss: Callable[[Result | None], AwaitComplete], result: Result | None
 ) -> AwaitComplete:
-    """Dismiss a screen only where it is the topmost one."""
+    """Dismiss a screen if it is the topmost one; otherwise do nothing."""
     if screen.is_active:
         return dismiss(result)
     return AwaitComplete()
 
 
 class ModalScreen(_ModalScreen[Result]):
-    """A window over the main screen. To close it twice is to close it once."""
+    """A window over the main screen. Closing it a second time has no effect."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         return _close_once(self, super().dismiss, result)
 
     def show_figures(self) -> None:
-        """Show what the engine has told meanwhile. The main screen calls this, as often as it draws such figures itself."""
+        """Show the engine's latest results. The main screen calls this whenever it redraws for the engine's events."""
 
     def action_leave(self) -> None:
         self.dismiss()
@@ -77,22 +79,22 @@ class ModalScreen(_ModalScreen[Result]):
 
 
 class CommandPalette(_CommandPalette):
-    """Textual's palette. To close it twice is to close it once."""
+    """Textual's command palette. Closing it a second time has no effect."""
 
     def dismiss(self, result: None = None) -> AwaitComplete:
         return _close_once(self, super().dismiss, result)
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Enter, maybe typed together with the words: Textual would run what the search for fewer of them has listed."""
+        """Wait for the search before Enter chooses. Textual would choose from the results for only a part of the typed words."""
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:
-            with contextlib.suppress(WorkerError):  # one for fewer of the words, that was given up
+            with contextlib.suppress(WorkerError):  # an earlier search that was cancelled
                 await search.wait()
         self._select_or_command(event)
 
     def _action_command_list(self, action: str) -> None:
-        # Textual's list may be empty by the time that a key for it is looked at: a search has begun.
+        # Textual's list may be empty when it handles a key, because a new search has begun.
         with contextlib.suppress(KeyError, IndexError, NoMatches):
             super()._action_command_list(action)

@@ -1,4 +1,4 @@
-"""The Pareto front of bytes against predicted drift: walk along it, apply a point, compare it with what was measured."""
+"""The window with the Pareto front of bytes against predicted drift, next to the drift of measured recipes."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
+"""Seconds that the cursor must rest on a point before its rules are computed."""
 _MOST_ZOOM = 64
 _AROUND = 2
-"""Points on either side that are measured with one."""
+"""How many points on either side are measured together with a point."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class OptimiseScreen(ModalScreen[None]):
-    """Left and right walk along the front; Enter puts the point in force, which measures it."""
+    """Left and right walk along the front; Enter applies the recipe of the point, which the engine then measures."""
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
@@ -58,28 +59,30 @@ class OptimiseScreen(ModalScreen[None]):
     def __init__(
         self,
         experiment: Experiment,
-        put_in_force: Callable[[Recipe], bool],
+        apply_recipe: Callable[[Recipe], bool],
         measure: Callable[[Sequence[Recipe]], None],
         undo: Callable[[], None],
     ) -> None:
-        """`put_in_force` puts a recipe in force and has it measured; it returns False for the recipe that is in force. `measure`
-        measures recipes, whatever recipe is in force.
+        """apply_recipe: makes a recipe current, which measures it; returns False if it already is. measure: measures recipes, but
+        does not make them current.
         """
         super().__init__()
         self.experiment = experiment
-        self._put_in_force = put_in_force
+        self._apply_recipe = apply_recipe
         self._measure = measure
         self._undo = undo
         self.view = experiment.scan
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """The best within the budget, which may lie between two points of the front; while the cursor is on it."""
+        """The best solution within the budget, if the cursor is on it. It may lie between two points of the front."""
         self._rules: tuple[Solution, Recipe] | None = None
+        """The last solution whose rules were computed, with its recipe."""
         self._timer: Timer | None = None
         self._seen = -1
+        """The version of the scan that is drawn."""
         self.zoom = 1
-        """How many times the front is as wide as what is shown of it."""
+        """The width of the whole front divided by the width of the visible part."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
@@ -98,12 +101,12 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        """Draw again when the scan's estimates have changed or a point was measured."""
+        """Redraw if the scan's estimates have changed or a recipe was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the front within these limits; the cursor stays at the same bytes. False where no plan meets them."""
+        """Compute the front within these limits; the cursor stays at the same size. False if no plan meets the limits."""
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
@@ -123,7 +126,7 @@ class OptimiseScreen(ModalScreen[None]):
             if self.within is not None:
                 self.index = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
             elif limits.budget is not None:
-                self._warn(f"nothing fits: the smallest is {human_bytes(sizes[0])}")
+                self._warn(f"no point fits the budget: the smallest has {human_bytes(sizes[0])}")
         self._draw()
         return True
 
@@ -133,11 +136,11 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The fewest rules that make exactly this plan. None while they are computed."""
+        """The shortest recipe for the plan under the cursor; None until it has been computed."""
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the rules in a thread, once the cursor rests: for a large model it takes a while."""
+        """Compute the recipe in a thread once the cursor rests, since it takes long for a large model."""
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -160,7 +163,7 @@ class OptimiseScreen(ModalScreen[None]):
     def _draw(self) -> None:
         if self.front is None or not self.is_mounted or self.view.report is None:
             return
-        limits = "  ".join(printable(line, 40) for line in self.view.limits.lines) or "no limits: / types one"
+        limits = "  ".join(printable(line, 40) for line in self.view.limits.lines) or "no limits: / sets one"
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Pareto front ", style="bold")
         title.append(f"point {self.index + 1} of {len(self.front.points)}", style="dim")
@@ -211,19 +214,19 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def _unit(self) -> tuple[int, str]:
-        """Bytes of the unit of the axis, and its name."""
+        """(bytes, name) of the unit of the horizontal axis."""
         stored = self.experiment.tree.stored_bytes
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Whether x is within what is zoomed in on: a part of the front's width around the point under the cursor."""
+        """Whether x is in the visible part of the plot, which is centred at the point under the cursor."""
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """(planned bytes, drift in the scan's unit) of every recipe that was measured on these inputs with these settings."""
+        """(planned bytes, drift in the scan's unit) of every recipe measured on the current inputs with the current settings."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings
@@ -240,7 +243,7 @@ class OptimiseScreen(ModalScreen[None]):
         text.append(human_bytes(size), style="bold")
         text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
         text.append(f"predicted {figure(solution.score)}", style="bold")
-        known = self.measured_here()
+        known = self.point_measurement()
         if known is not None:
             text.append(f"  measured {figure(known.measured)}", style="bold")
             if known.predicted > 0 and math.isfinite(known.measured):
@@ -248,7 +251,7 @@ class OptimiseScreen(ModalScreen[None]):
         elif recipe == self.experiment.recipe:
             text.append("  measuring…", style="dim")
         if recipe is None:
-            text.append("\nFinding its rules…", style="dim")
+            text.append("\nComputing its rules…", style="dim")
         elif not recipe.rules:
             text.append("\nNo rules: every tensor is as stored.", style="dim")
         for rule in recipe.rules if recipe is not None else ():
@@ -265,7 +268,7 @@ class OptimiseScreen(ModalScreen[None]):
                 )
         return text
 
-    def measured_here(self) -> Point | None:
+    def point_measurement(self) -> Point | None:
         """The measurement of the point under the cursor, if there is one."""
         recipe = self.recipe
         return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
@@ -286,8 +289,8 @@ class OptimiseScreen(ModalScreen[None]):
         recipe = self.recipe
         if recipe is None:
             return
-        if not self._put_in_force(recipe):
-            self._warn("this point is in force already")
+        if not self._apply_recipe(recipe):
+            self._warn("this point is already applied")
         self._draw()
 
     def action_zoom(self, factor: float) -> None:
@@ -300,12 +303,12 @@ class OptimiseScreen(ModalScreen[None]):
             return
         from dtype_tui.screens.comparison import comparison_screen, side_of_recipe
 
-        here = side_of_recipe(self.experiment, recipe, "here")
-        in_force = side_of_recipe(self.experiment, self.experiment.recipe, "in force")
-        self.app.push_screen(comparison_screen(self.experiment, here, in_force))
+        point = side_of_recipe(self.experiment, recipe, "point")
+        current = side_of_recipe(self.experiment, self.experiment.recipe, "current")
+        self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure this point and those around it, which takes the time of as many measurements, or less with several workers."""
+        """Measure this point and its neighbours, one after the other, or in parallel with several workers."""
         front, here = self.front, self.solution
         if front is None or here is None:
             return

@@ -15,7 +15,7 @@ from dtype_tui.screens.modal import ModalScreen
 
 
 class Overlay(ModalScreen[None]):
-    """A box of text over the main screen, scrolled by the usual keys."""
+    """A box of text over the main screen, which the usual keys scroll."""
 
     DEFAULT_CSS = """
     Overlay { align: center middle; }
@@ -37,8 +37,8 @@ class Overlay(ModalScreen[None]):
 
     @staticmethod
     def content_width(width: int) -> int:
-        """Cells for text on a screen of this width."""
-        return min(100, 96 * width // 100) - 5  # border, padding, and the bar that tells how far it is scrolled
+        """Cells for text in a box on a screen of `width` cells."""
+        return min(100, 96 * width // 100) - 5  # less the border, the padding and the scrollbar
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:

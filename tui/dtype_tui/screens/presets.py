@@ -1,4 +1,4 @@
-"""The presets: what each would do to this model; Enter puts one in force."""
+"""The window with the presets, and what each would do to this model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from dtype_tui.screens.choice import ChoiceScreen
 
 
 class PresetsScreen(ChoiceScreen[Recipe | None]):
-    """Up and down choose; the result is the recipe of the preset, or None when left."""
+    """The user chooses a preset. The result is its recipe, or None if the user leaves."""
 
     HEADING = "Presets"
-    KEYS = "↑↓ choose  Enter puts in force  Esc closes"
+    KEYS = "↑↓ choose  Enter applies  Esc closes"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Preset above"),
         Binding("down,j,tab", "move(1)", "Preset below"),
-        Binding("enter", "apply", "Put it in force, in place of all rules; u takes it back"),
+        Binding("enter", "apply", "Apply it, which replaces all rules; u undoes that"),
         Binding("escape,q,p", "leave", "Close, and change nothing"),
     ]
 
@@ -34,7 +34,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         super().__init__(len(PRESETS))
         self._tree = tree
         self.effects: list[PresetEffect] = []
-        """Of the first presets, as far as they are computed."""
+        """The effects computed so far, in the order of the presets."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
@@ -63,7 +63,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
                 for line in textwrap.wrap(PRESETS[name].sentence, width - 4):
                     text.append(f"    {line}\n", style="dim")
                 _append_rules(text, effect, width - 6)
-        text.append("\nA preset takes the place of all rules in force.", style="dim")
+        text.append("\nA preset replaces all current rules.", style="dim")
         return text
 
     def action_apply(self) -> None:

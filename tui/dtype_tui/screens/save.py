@@ -1,4 +1,4 @@
-"""What to save: a checkpoint, a recipe file, a report, or a recipe for another tool."""
+"""The window that saves a checkpoint, a recipe file, a report, or a recipe for another tool."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from dtype_tui.widgets.line_input import LineInput
 Losses = tuple[ValueLoss, ...]
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
-    ("recipe", "rules, settings and what was measured, to use again"),
+    ("recipe", "rules, settings and the measurement, to use again"),
     ("report", "one page: rules, memory, drift, modules (.html, .md)"),
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""What an engine on another machine writes there: no path of this one is looked at."""
+"""The kinds that an engine on another machine writes there. Their paths are those of that machine."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
-    """Up and down choose the kind of file, the field names the path. The result is the request, or None when left."""
+    """The user chooses a kind of file and types its path. The result is the request to save it, or None if the user leaves."""
 
     HEADING = "Save"
     KEYS = "↑↓ choose  Enter writes  Esc closes"
@@ -57,8 +57,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,shift+tab", "move(-1)", "What stands above", priority=True),
-        Binding("down,tab", "move(1)", "What stands below", priority=True),
+        Binding("up,shift+tab", "move(-1)", "Kind above", priority=True),
+        Binding("down,tab", "move(1)", "Kind below", priority=True),
         Binding("enter", "write", "Write it", priority=True),
         Binding("escape", "leave", "Close, and write nothing", priority=True),
     ]
@@ -72,7 +72,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         host: str = "",
         check_path: Callable[[str], None] = lambda path: None,
     ) -> None:
-        """`lost` gives the weights whose cast loses values; None while that is not known. host, check_path: as of `Engine`."""
+        """rules: how many rules the recipe has. drift: the current measurement. lost: returns the weights whose casts lose values;
+        None while unknown. host, check_path: as in `Engine`.
+        """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
@@ -82,8 +84,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._lost = lost
         self._host = host
         self._check_path = check_path
-        self._asked: str | None = None
-        """The path that an engine elsewhere was asked about."""
+        self._checking: str | None = None
+        """The path that an engine elsewhere is checking; None if there is none."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -101,8 +103,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                 self.redraw()
             case events.CastDone():
                 self.redraw()
-            case events.PathChecked() as checked if checked.path == self._asked:
-                self._asked = None
+            case events.PathChecked() as checked if checked.path == self._checking:
+                self._checking = None
                 if checked.reason:
                     self.redraw()
                     self.notify(with_keys(checked.reason), severity="error", markup=False)
@@ -114,18 +116,18 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         return KINDS[self.index][0]
 
     @property
-    def _is_there(self) -> bool:
-        """Whether it is written on another machine."""
+    def _is_remote(self) -> bool:
+        """Whether this kind is written on another machine."""
         return bool(self._host) and self._kind in WRITTEN_THERE
 
     def _free_name(self) -> str:
-        """A name that no file in the working directory has."""
+        """A file name that does not exist in the working directory."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         number = 1
         while True:
             name = f"{self._base}{end}" if number == 1 else f"{self._base}-{number}{end}"
-            if self._is_there or not Path(name).exists():
+            if self._is_remote or not Path(name).exists():
                 return name
             number += 1
 
@@ -137,7 +139,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             text.append(f"{name:<15}", style="bold" if chosen else "")
             shown = meaning if chosen or name not in TARGET_SUFFIXES else ""
             text.append(f"{shown}\n", style="" if chosen else "dim")
-        place = f" on {self._host}" if self._is_there else " here" if self._host else ""
+        place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
         text.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}{place}", style="dim")
         return text
 
@@ -151,10 +153,10 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         about.update(text)
 
     def _about(self) -> list[tuple[str, str]]:
-        if self._asked is not None:
-            return [(f"looking whether {self._asked} is there already, on {self._host}…", "")]
+        if self._checking is not None:
+            return [(f"checking whether {self._checking} exists on {self._host}…", "")]
         if self._warned is not None:
-            return [(f"{self._warned} is there already: Enter again replaces it.", "bold")]
+            return [(f"{self._warned} already exists: Enter again replaces it.", "bold")]
         if self._kind == "checkpoint":
             return self._about_export()
         if self._kind == "recipe":
@@ -165,16 +167,16 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                 (
                     "With the figures on the screen."
                     if self._drift
-                    else "It is measured first: that takes a forward pass.",
+                    else "The recipe is measured first, which takes a forward pass.",
                     "",
                 )
             ]
-        return [("What the tool can't express is said when the file is written.", "")]
+        return [("What the tool can't express is reported when the file is written.", "")]
 
     def _about_export(self) -> list[tuple[str, str]]:
         planned = self._planned
         if planned is None:
-            return [("What will be written appears when the model is there.", "dim")]
+            return [("What will be written appears when the model is loaded.", "dim")]
         if planned.plan is None:
             return [(with_keys(planned.reason), "bold")]
         plan = planned.plan
@@ -183,31 +185,31 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         files = "1 file" if plan.files == 1 else f"{plan.files} files"
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
         if not self._rules:
-            lines.append(("No rules are in force: this is a copy.", ""))
+            lines.append(("There are no rules: this is a copy.", ""))
         lost = plan.lost if plan.lost is not None else self._lost()
         if lost is None:
-            lines.append(("Whether the casts lose values is found out while it is written.", ""))
+            lines.append(("The export checks whether the casts lose values.", ""))
         else:
             lines += [(f"⚠ {sentence}", "bold") for sentence in severe_sentences(lost, 3)]
         lines += [(notice, "") for notice in plan.notices]
         return [*lines, (plan.loading, "dim")]
 
     def action_move(self, step: int) -> None:
-        self._warned = self._asked = None
+        self._warned = self._checking = None
         super().action_move(step)
         self.query_one(LineInput).put(self._free_name())
 
     def _forget_warning(self, line: str) -> None:
-        if any(path not in (None, line.strip()) for path in (self._warned, self._asked)):
-            self._warned = self._asked = None
+        if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):
+            self._warned = self._checking = None
             self.redraw()
 
     def action_write(self) -> None:
         typed = self.query_one(LineInput).value.strip()
         if not typed:
             return
-        if self._is_there:
-            self._asked = typed
+        if self._is_remote:
+            self._checking = typed
             self._check_path(typed)
             self.redraw()
             return
@@ -219,7 +221,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Leave with the request; where something is there already, ask before it is replaced."""
+        """Close with the request. If the path exists, warn first, and replace it when Enter is pressed again."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()
@@ -228,7 +230,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """The request for one of `KINDS`; `drift` is the measurement on the screen, if there is one."""
+    """The request for one of `KINDS`. drift: the current measurement, if there is one."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

@@ -1,4 +1,4 @@
-"""What a scan found: a ranking of weights, and a map of layers and kinds of modules."""
+"""The window with the results of a scan: a ranking of weights, and a map of layers and kinds of modules."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _SHADES = " ·░▒▓█"
 
 
 class ScanScreen(ModalScreen[str | None]):
-    """The estimates so far. The result is the node to go to, `AGAIN` to continue or start a scan, or None."""
+    """Shows the estimates so far. The result is the node to go to, `AGAIN` to resume or start a scan, or None."""
 
     AGAIN: ClassVar[str] = ":scan"
     HELP = (
-        "A score is what the weight alone in that dtype adds to the drift, everything else as in the reference: in nats per "
-        "token (KL divergence), or as relative squared error where the output is no distribution. ± is its standard "
-        "error. Scores add up, nearly: a node's is the sum over its weights. The bar is full for the whole model, and a cell "
-        "shorter for every power of ten."
+        "A score is the drift of a model in which only this weight is cast to the dtype: in nats per token (KL divergence), or "
+        "as relative squared error if the output is not a distribution. ± is its standard error. Scores are nearly additive: a "
+        "node's score is the sum over its weights. The bar is full for the score of the whole model, and a cell shorter for "
+        "every power of ten below it."
     )
 
     DEFAULT_CSS = """
@@ -50,21 +50,21 @@ class ScanScreen(ModalScreen[str | None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("left,h", "dtype(-1)", "Dtype before"),
+        Binding("left,h", "dtype(-1)", "Previous dtype"),
         Binding("right,l", "dtype(1)", "Next dtype; the tree shows it too", priority=True),
         Binding("b", "sort", "Sort by score, or by score per byte saved"),
-        Binding("a", "all", "All dtypes in one ranking, or the one"),
+        Binding("a", "all", "Rank all dtypes together, or only the one shown"),
         Binding("m", "map", "Map of layers, or the ranking"),
-        Binding("space", "pause", "Let the scan wait, or go on"),
-        Binding("s", "again", "Go on with a scan that was stopped; another scan"),
+        Binding("space", "pause", "Pause the scan, or continue it"),
+        Binding("s", "again", "Resume a stopped scan, or start another"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("enter", "go", "Go to the weight in the tree", priority=True),
-        Binding("escape,q", "leave", "Close; the scan goes on"),
+        Binding("escape,q", "leave", "Close; the scan continues"),
     ]
 
     def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:
-        """pause: lets the scan wait, or go on."""
+        """pause: pauses or continues the scan."""
         super().__init__()
         self._pause = pause
         self.experiment = experiment
@@ -97,9 +97,9 @@ class ScanScreen(ModalScreen[str | None]):
         if report is None:
             return
         shown = "all dtypes" if self._all else dtypes.short_name(self.view.dtype)
-        state = "" if self.view.finished else "  scanning" if self.view.running else "  stopped: s goes on"
-        state = "  ended: s goes on" if self.view.lost else state
-        state = "  paused: Space goes on" if self.view.paused else state
+        state = "" if self.view.finished else "  scanning" if self.view.running else "  stopped: s resumes"
+        state = "  ended: s resumes" if self.view.lost else state
+        state = "  paused: Space continues" if self.view.paused else state
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Sensitivity ", style="bold")
         title.append(f"‹ {shown} ›", style=f"bold {colour(self.view.dtype)}")
@@ -185,7 +185,7 @@ class ScanScreen(ModalScreen[str | None]):
         unit = self.view.report.unit if self.view.report else ""
         text.append(f"\n\nfigures: log10 of {unit}\nshades ", style="dim")
         text.append(_SHADES[1:])
-        text.append(": from a hundredth of the most to the most", style="dim")
+        text.append(": from a hundredth of the highest score to the highest", style="dim")
         kinds = [f"{head} {printable(kind, 60)}" for head, kind in zip(heads, heat.kinds, strict=True) if head != kind]
         line = ""
         for kind in kinds:
@@ -239,7 +239,7 @@ class ScanScreen(ModalScreen[str | None]):
 
 
 def _score(score: WeightScore, wide: bool) -> str:
-    """`7.4097e-05 ± 2.5e-06`, or two digits of it."""
+    """A score with its error: `7.4097e-05 ± 2.5e-06`. wide: with all significant digits, not only two."""
     if math.isinf(score.score):
         return "not finite"
     if wide:
@@ -248,7 +248,10 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Distinct headings of at most `width` cells: the last part of each kind without `_proj`, or the end of the whole name."""
+    """Distinct headings, of at most `width` cells, for kinds of modules.
+
+    A heading is the last part of the kind without `_proj`, or the end of its full name if that part is not unique.
+    """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
         truncate(printable(short, 60), width)
@@ -256,27 +259,27 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
         else truncate(printable(kind, 200)[-width:], width)
         for short, kind in zip(last, kinds, strict=True)
     ]
-    # Two that were cut to the same are numbered: the legend below says which is which.
+    # Headings that became equal by truncation are numbered; the legend below the map explains them.
     return [
         head if heads.count(head) == 1 else f"{head[: width - 2]}{index % 100:02}" for index, head in enumerate(heads)
     ]
 
 
 def _share(score: float, most: float) -> float:
-    """From 0 (a hundredth of the most, or less) to 1."""
+    """The score relative to the highest, on a logarithmic scale: 0 for a hundredth of it or less, 1 for the highest."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """A character of the density of a score."""
+    """A character whose density shows the score relative to the highest score, `most`."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]
 
 
 def _heat_style(share: float) -> Style:
-    """The colour that goes with the density, from the terminal's own palette."""
+    """The colour for a share as returned by `_share`, from the terminal's palette."""
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

@@ -1,4 +1,4 @@
-"""Which dtypes to scan."""
+"""The window that chooses the dtypes of a scan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
-    """Which dtypes to scan; the result is these, or None when left."""
+    """The user chooses the dtypes of a scan. The result is these dtypes, or None if the user leaves."""
 
     HEADING = "Scan: how much does every weight matter?"
     KEYS = "↑↓ Space choose  Enter scans  Esc closes"
@@ -27,8 +27,8 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "Dtype above"),
         Binding("down,j", "move(1)", "Dtype below"),
-        Binding("space", "choose", "Scan in it, or not"),
-        Binding("enter", "start", "Scan"),
+        Binding("space", "choose", "Mark or unmark the dtype"),
+        Binding("enter", "start", "Scan in the marked dtypes"),
         Binding("escape,q", "leave", "Leave"),
     ]
 
@@ -37,14 +37,14 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
         self._chosen = set(PRESET)
 
     def draw(self) -> Text:
-        text = Text("Every weight in each of these dtypes, estimated from a few backward passes:\n", style="dim")
+        text = Text("Scores every weight in each marked dtype, estimated from a few backward passes:\n", style="dim")
         for index, dtype in enumerate(SCANNED):
             text.append("\n")
             text.append(*self.marker(index))
             text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
             text.append(f"{dtypes.short_name(dtype):<9}", style=f"bold {colour(dtype)}")
             text.append(dtype, style="bold" if index == self.index else "dim")
-        text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s goes on.", style="dim")
+        text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s resumes it.", style="dim")
         return text
 
     def action_choose(self) -> None:

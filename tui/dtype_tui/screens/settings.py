@@ -1,4 +1,4 @@
-"""The settings of a run: four choices, each with its meaning."""
+"""The window with the settings of a run: four choices and their explanations."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "autocast",
         "autocast",
         ((None, "off"), ("bfloat16", "bf16"), ("float16", "f16")),
-        "Run the candidate under torch.autocast: matrix products in this dtype, sums and norms in float32. The weights stay "
-        "as they are cast.",
+        "Run the candidate under torch.autocast: matrix products in this dtype, sums and norms in float32. The weights keep the "
+        "dtypes of the recipe.",
     ),
     (
         "float_inputs",
         "floating inputs",
         (("given", "as given"), ("model", "follow the model")),
-        "Pictures and sounds come in float32. Follow the model casts them to the dtype of its first weight, as "
-        "inputs.to(model.dtype) does. Token ids are not touched.",
+        "Pictures and sounds are given in float32. `follow the model` casts them to the dtype of its first weight, as "
+        "inputs.to(model.dtype) does. Token ids are not cast.",
     ),
     (
         "quantize_activations",
         "activations",
-        (("none", "as they are"), ("weights", "as weights")),
-        "As weights: the input of a matrix product is rounded in the format of its weight, as runtimes do that serve W8A8 and "
-        "W4A4. As they are: a reading is for weights only.",
+        (("none", "not quantised"), ("weights", "as weights")),
+        "`as weights` rounds the input of a matrix product to the format of its weight, like runtimes that serve W8A8 and W4A4. "
+        "`not quantised` measures the weights alone.",
     ),
     (
         "compute",
         "storage-only weights",
         tuple((name, dtypes.short_name(name)) for name in ("float32", "bfloat16", "float16", "float64")),
-        "What fp8 and int8 weights come back to where no activation says which: an embedding look-up, say.",
+        "The dtype to which fp8 and int8 weights are converted where no activation determines it, as in an embedding look-up.",
     ),
 )
+"""(field of RunSettings, title, choices as (value, label), explanation)."""
 
 
 class SettingsScreen(ChoiceScreen[RunSettings | None]):
-    """Up and down choose a setting, left and right change it; the result is the settings, or None when left."""
+    """Up and down choose a setting, left and right change it. The result is the settings, or None if the user leaves."""
 
     HEADING = "Settings of a run"
     KEYS = "↑↓ ←→ choose  Enter applies  Esc closes"
@@ -55,9 +56,9 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Setting above"),
         Binding("down,j,tab", "move(1)", "Setting below"),
-        Binding("left,h", "change(-1)", "Choice before"),
-        Binding("right,l,space", "change(1)", "Choice after"),
-        Binding("enter", "apply", "Put them in force and measure"),
+        Binding("left,h", "change(-1)", "Previous choice"),
+        Binding("right,l,space", "change(1)", "Next choice"),
+        Binding("enter", "apply", "Apply the settings and measure"),
         Binding("escape,q", "leave", "Close, and change nothing"),
     ]
 

@@ -1,4 +1,4 @@
-"""Times of forward passes, each against the reference's."""
+"""The window with the times of forward passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def speed_screen(report: SpeedReport) -> Overlay:
-    """Times of forward passes, each against the reference's."""
+    """A window with the times of forward passes, and the speed of each relative to the first row, the reference."""
     grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
@@ -30,7 +30,7 @@ def speed_screen(report: SpeedReport) -> Overlay:
     where = printable(f"{report.inputs}; {report.device}, {report.threads} threads", 500)
     words = Text(f"\nafter a warm-up; {where}", style="dim")
     if any(row.under_rules for row in report.rows):
-        words.append("\nThis mix does not run in plain torch: its time holds what the rules for mixed dtypes take.")
+        words.append("\nThis mix does not run in plain torch: its time includes the casts that make it run.")
     for notice in report.notices:
         words.append(f"\n{printable(notice, 1000)}")
     whole = PlainTable.grid()

@@ -1,4 +1,4 @@
-"""The values of one tensor: exponents, and the error of a cast to each dtype."""
+"""The window with the values of a tensor: exponents, and the error of a cast to each dtype."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
 
 
-def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Overlay:
-    """The error of a cast to each dtype, and the exponents of the tensor's values against the ranges of the dtypes."""
+def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Overlay:
+    """A window with the error of a cast to each dtype, and the exponents of the tensor's values next to the dtypes' ranges."""
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):
         table.add_column(no_wrap=True, justify="right")
     table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
-    for error in reading.errors:
+    for error in stats.errors:
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
         cells = [share_text(count, error.elements) for count in counts]
         table.add_row(
@@ -36,7 +36,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
     whole.add_row(table)
     whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
     whole.add_row(Text(""))
-    whole.add_row(exponent_histogram(reading))
+    whole.add_row(exponent_histogram(stats))
     tensor = experiment.tree.canonical(name)
     stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
     return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
@@ -45,12 +45,12 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
 _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
-def exponent_histogram(reading: WeightStats) -> Text:
-    """A histogram, a line for each power of two, with marks where a dtype has normal values (|) or subnormal ones (:)."""
-    counts = dict(reading.exponents.counts)
+def exponent_histogram(stats: WeightStats) -> Text:
+    """A histogram of |x| by powers of two, and next to each line the `range_mark` of several dtypes."""
+    counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:
-        return Text("No values but zeros." if reading.exponents.zeros else "No values.")
+        return Text("All values are zero." if stats.exponents.zeros else "No values.")
     low, high = min(counts), max(counts)
     step = max(1, -(-(high - low + 1) // 24))
     text.append(f"{'|x| from':<10}{'values':>10}  {'':<24}", style="dim")
@@ -69,13 +69,16 @@ def exponent_histogram(reading: WeightStats) -> Text:
             text.append(f"  {mark:<{len(row.short_name)}}", style="bold" if mark not in ("|", ":") else "dim")
         text.append("\n")
     text.append("Without a scale: | in range  : subnormal, fewer bits  0 vanishes  ∞ overflows", style="dim")
-    if reading.exponents.zeros or reading.exponents.nonfinite:
-        text.append(f"\nzeros {reading.exponents.zeros:,}, not finite {reading.exponents.nonfinite:,}", style="dim")
+    if stats.exponents.zeros or stats.exponents.nonfinite:
+        text.append(f"\nzeros {stats.exponents.zeros:,}, not finite {stats.exponents.nonfinite:,}", style="dim")
     return text
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """The mark for what a dtype does, unscaled, to the worst of the values from 2^first up to 2^(first + step)."""
+    """What happens to the worst value from 2^first up to 2^(first + step) in a dtype without a scale.
+
+    "∞": it overflows. "0": it becomes zero. ":": it is subnormal and loses bits. "|": it is in the normal range.
+    """
     if first + step - 1 > math.frexp(row.max)[1] - 1:
         return "∞"
     smallest = math.frexp(row.tiny)[1] - 1

@@ -1,1 +1,1 @@
-"""What the app knows and does, without a widget."""
+"""The app's state and behaviour, independent of widgets."""

@@ -1,4 +1,4 @@
-"""What the engine does, and what waits behind it."""
+"""The job that the engine is running, its progress, and the jobs that wait."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ Progress = (
 
 
 class Activity:
-    """As the engine tells it, and as it will be once the engine has begun what it was asked for. clock: seconds."""
+    """The engine's work, from its events and from requests that it has not begun yet. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """An engine has been started."""
+    def reset(self) -> None:
+        """Forget everything: a new engine has been started."""
         self.busy = True
         self.what = "opening"
-        """In a few words; while it is busy."""
+        """What the engine is doing, in a few words. Valid while `busy`."""
         self.share: float | None = None
-        """How much of that is done, from 0 to 1."""
+        """How much of that is done, from 0 to 1; None if unknown."""
         self.running = ""
-        """The job under way, by its name in `JobName`."""
+        """The running job, by its name in `JobName`."""
         self.waiting: tuple[str, ...] = ()
-        """The jobs that wait behind it."""
+        """The names of the waiting jobs, in order."""
         self.saving = False
-        """Something is being written."""
+        """Whether the engine is writing files."""
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """What the engine does ("" while nothing), and how much of it is done."""
+        """(what the engine is doing, "" if idle; the share of it that is done)."""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
     def seconds_left(self) -> float | None:
-        """How long what runs will go on at the pace so far; None while that can't be told."""
+        """How many seconds the running job still needs at its pace so far; None if that can't be estimated."""
         return self._pace.seconds_left if self.busy else None
 
     def progress_words(self, width: int) -> str:
-        """` 50 % ███      12 s left`: how far what runs is, with a bar of `width` cells; "" where that is not known."""
+        """The progress of the running job, such as ` 50 % ███    12 s left`, with a bar of `width` cells; "" if it is unknown."""
         share, left = self.share, self.seconds_left
         if share is None:
             return ""
@@ -63,25 +63,27 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """What waits behind the job under way, in its order."""
+        """The waiting jobs in order, as text."""
         return queue_words(self.running, self.waiting)
 
     def expect(self, job: str) -> None:
-        """A job was asked of the engine: it is on the screen before the engine says so."""
+        """Show a job that was just requested, before the engine reports that it has begun."""
         if not self.busy:
             self.begin(WORDS[job][0])
         elif job not in self.waiting:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """This is under way now, as a part of `job`: by default what is before the colon, since a measurement's passes take turns,
-        and their shares are of the whole.
+        """Note that the engine is now doing `what`, as a part of `job`.
+
+        share: how much of `job` is done. job: by default the part of `what` before the colon, because the passes of a measurement
+        alternate and each reports its share of the whole measurement.
         """
         self._pace.follow(job or what.partition(":")[0], share)
-        self.busy, self.what, self.share = True, printable(what), share  # it may be a name of an engine's elsewhere
+        self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything
 
     def follow(self, event: Progress) -> None:
-        """The engine tells how far it is."""
+        """Take in a progress event of the engine."""
         match event:
             case events.LoadingProgress():
                 self.begin(event.step, _share(event.done, event.total), "opening")
@@ -103,5 +105,5 @@ class Activity:
 
 
 def _share(done: int, total: int | None) -> float | None:
-    """From 0 to 1; None of a whole that is not known. An engine elsewhere may say anything."""
+    """done / total, limited to 0 to 1, since an engine elsewhere may send anything; None if the total is unknown."""
     return min(1.0, max(0.0, done / total)) if total else None

@@ -1,4 +1,4 @@
-"""Which models are on other machines."""
+"""Recognises addresses of models on other machines."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ SCHEME = "ssh://"
 
 
 def is_address(model: str | None) -> bool:
-    """Whether MODEL is on another machine."""
+    """Whether MODEL of the command line is an address on another machine."""
     return model is not None and model.startswith(SCHEME)

@@ -1,4 +1,4 @@
-"""What was asked of the engine for a window, and has not come."""
+"""Requests whose results open a window, until the engine answers them."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _INSPECTED = (
 
 
 def inspect(tensor: str) -> InspectWeight:
-    """Read a tensor's values, and compare them in other dtypes."""
+    """The command that reads a tensor's values and measures the error of a cast to each of several dtypes."""
     return InspectWeight(tensor, _INSPECTED)
 
 
 class AwaitedResults:
-    """A key that opens a window once the engine has answered: pressed again before that, it asks no second time."""
+    """Prevents duplicate requests: a key whose window opens when the engine answers has no effect while the answer is pending."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._asked: set[tuple[Command, Recipe, RunSettings]] = set()
+        self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
 
     def ask(self, command: Command) -> None:
-        """Ask the engine, unless the same is awaited with the same recipe and the same settings."""
+        """Send a command, unless the same command is pending with the same recipe and settings."""
         experiment = self._controller.experiment
         key = (command, experiment.recipe, experiment.settings)
-        if key in self._asked:
+        if key in self._pending:
             return
         self._controller.ask(command)
-        if self._controller.activity.busy:  # else there is nobody to answer
-            self._asked.add(key)
+        if self._controller.activity.busy:  # otherwise there is no engine, or the request was refused
+            self._pending.add(key)
 
     def reset(self) -> None:
-        """What is asked now is another thing than before, or what was asked won't come."""
-        self._asked.clear()
+        """Forget all pending requests: their results will not come, or would be for other inputs."""
+        self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """The engine tells something: it may be the answer, or that none comes."""
+        """Take in an event of the engine, which may answer a pending request or say that no answer will come."""
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())
@@ -56,4 +56,4 @@ class AwaitedResults:
                 self.reset()
 
     def _answered(self, command: Command) -> None:
-        self._asked = {key for key in self._asked if key[0] != command}
+        self._pending = {key for key in self._pending if key[0] != command}

@@ -1,6 +1,6 @@
-"""The command line's words: `cast *.mlp bf16`, `go model.layers.3`, `theme high-contrast`; and what completes them.
+"""The commands of the `:` line, such as `cast *.mlp bf16`, `go model.layers.3` and `theme high-contrast`, and their completion.
 
-What a key does without further words is a command under its action's name, so the two can't come apart.
+The action of every key that needs no arguments is also a command, named after the action, so keys and commands always agree.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from dtype_tui.config.key_names import name_of
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
-"""Kinds of arguments that are one path, spaces and all."""
+"""Kinds of arguments that are a single path, which may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
-"""These, and what is words or paths."""
+"""All kinds of arguments in which paths are completed."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A word, what follows it (kinds of `Completer`), and the app's action that gets these as strings."""
+    """A command of the `:` line."""
 
     name: str
     action: str
+    """The app's action that runs it; it receives the arguments as strings."""
     arguments: tuple[str, ...] = ()
+    """The kind of each argument, as `Completer` knows them."""
     meaning: str = ""
     needs: int | None = None
-    """How many arguments there must be; all of them where this is None."""
+    """The least number of arguments; None if all are required."""
 
     @property
     def usage(self) -> str:
@@ -42,23 +44,23 @@ class Command:
 
 
 WITH_ARGUMENTS = (
-    Command("cast", "cast_as", ("pattern", "dtype"), "Cast what a pattern takes"),
-    Command("filter", "filter_by", ("text",), "Show only names with this in them; alone: show all", 0),
+    Command("cast", "cast_as", ("pattern", "dtype"), "Cast the tensors that a pattern matches"),
+    Command("filter", "filter_by", ("text",), "Show only names that contain this; alone: show all", 0),
     Command("go", "go_to", ("node",), "Go to a node by its name"),
-    Command("sort", "sort_by", ("order",), "Children in this order"),
+    Command("sort", "sort_by", ("order",), "Sort children by this"),
     Command("columns", "show_columns", ("columns",), "Show these columns; alone: show all", 0),
-    Command("theme", "use_theme", ("theme",), "Colours"),
+    Command("theme", "use_theme", ("theme",), "Use this colour theme"),
     Command("export", "export_to", ("folder",), "Write a checkpoint in the planned dtypes"),
-    Command("recipe", "save_recipe_to", ("file",), "Write the rules, and what was measured"),
+    Command("recipe", "save_recipe_to", ("file",), "Write the rules and their measurement"),
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
-    Command("preset", "use_preset", ("preset",), "Put a preset in force, in place of all rules"),
+    Command("preset", "use_preset", ("preset",), "Apply a preset, which replaces all rules"),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""Commands that take words after them, beside those that are a key's action."""
+"""The commands with arguments. All other commands are actions of keys."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
-    """Every command by name: those above, and the keys' actions (name, description)."""
+    """Every command by name: those with arguments, and one for each of `actions`, which are (action of a key, description)."""
     by_name = {
         name_of(action): Command(name_of(action), action, (), text) for action, text in actions if "(" not in action
     }
@@ -66,9 +68,9 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """The command of a line and its arguments. The last argument takes the rest of the line, spaces and all.
+    """The command of a line and its arguments. The last argument is the rest of the line, including spaces.
 
-    Raises UserError: no such command, or too few or too many words.
+    Raises UserError for an unknown command, and for too few or too many arguments.
     """
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
     command = commands.get(name)
@@ -80,7 +82,7 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
     rest = rest.strip()
     if not command.arguments:
         if rest:
-            raise UserError(f"{command.name} takes no words after it")
+            raise UserError(f"{command.name} takes no arguments")
         return command, ()
     arguments = tuple(rest.split(None, len(command.arguments) - 1)) if rest else ()
     if command.name == "cast" and len(arguments) == 1 and "=" in arguments[0]:
@@ -92,16 +94,18 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
 
 @dataclass(frozen=True)
 class Completer:
-    """What may stand in each place of a line. Functions, since the tree, the cursor and the themes change."""
+    """Completes a line. Most fields are functions, because the tree, the cursor and the themes change."""
 
     commands: dict[str, Command]
     names: Callable[[], Sequence[str]]
+    """Returns the names of the tree's nodes."""
     patterns: Callable[[], Sequence[str]]
+    """Returns patterns that match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]
-    """Words of the kinds that are neither a name nor a file: order, columns, theme, preset, ..."""
+    """Returns the words of any other kind of argument: order, columns, theme, preset."""
 
     def __call__(self, line: str) -> list[str]:
-        """Whole lines that begin as this one does, the likeliest first."""
+        """Completions of a line, as whole lines, the most likely first."""
         words = line.split(" ")
         if len(words) == 1:
             return [name for name in sorted(self.commands) if name.startswith(words[0])]
@@ -126,7 +130,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Names one part further than what is typed: `model.la` gives `model.layers`, `model.layers.` its children."""
+    """Names that complete `begun` by one part: `model.la` gives `model.layers`; `model.layers.` gives its children."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:
@@ -141,7 +145,7 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
-    """Paths that begin so, folders with a slash at the end; no hidden ones until their dot is typed."""
+    """Paths that begin with `begun`. Folders end in a slash; hidden files are left out unless the last part begins with a dot."""
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]
     try:
@@ -151,7 +155,7 @@ def _paths(begun: str, only_folders: bool = False) -> list[str]:
                 for entry in entries
                 if entry.name.startswith(last) and entry.name.isprintable()
             ]
-    except (OSError, RuntimeError):  # not there, not readable; ~ of nobody
+    except (OSError, RuntimeError):  # no such folder, not readable; ~user for an unknown user
         return []
     return [
         head + name

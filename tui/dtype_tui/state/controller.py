@@ -1,6 +1,6 @@
-"""What the app does: the controller owns the experiment and the engine, and knows no widget.
+"""The controller, which owns the experiment and the engine and knows no widget.
 
-The main screen calls its methods for keys and commands, hands it the engine's events, and draws what is there afterwards.
+The main screen calls its methods for keys and commands, passes it the engine's events, and then draws the experiment.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 class Controller:
     """One experiment and the engine that runs it.
 
-    notify: shows a sentence until it has been read. changed: draws what is there now; called when a method other than `handle` has
-    changed something.
+    notify: shows a sentence until the user has read it. changed: redraws the screen; called after a method other than `handle` has
+    changed the state.
     """
 
     def __init__(
@@ -61,17 +61,20 @@ class Controller:
         self.life = EngineLife(engine, experiment.scan, notify, changed)
         self.activity = self.life.activity
         self.open_error: str | None = None
-        """Why there is no live model."""
+        """Why the model could not be opened; None while it can."""
         self._preset: str | None = None
-        """The preset to begin with, until it is in force."""
+        """Name of the preset to apply once the module classes are known; None if there is none."""
         self._after_preset = Recipe()
+        """The rules to apply after those of the preset."""
         self._notified: set[str] = set()
+        """Notices that were shown already."""
 
-    # -- what the engine tells -----------------------------------------------------------------------------------
+    # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Take in what the engine tells. False, and nothing has changed, where it belongs to another recipe or to other settings
-        than those in force. The caller draws: many events may come at once.
+        """Take in an event of the engine. The caller redraws, since many events may arrive at once.
+
+        Returns False, and changes nothing, for an event that belongs to another recipe or other settings than the current ones.
         """
         if self.experiment.is_stale(event):
             return False
@@ -119,12 +122,12 @@ class Controller:
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
     ) -> None:
-        """A job came to its end; nothing that was measured is less true for one that was refused or stopped."""
+        """Report the end of a job. Existing measurements stay valid after a job that was refused or stopped."""
         match event:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")
             case events.Saved():
-                self.activity.saving = self.life.quit_asked = False
+                self.activity.saving = self.life.quit_requested = False
                 self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
             case events.Failed():
                 self.experiment.take(event)
@@ -134,21 +137,22 @@ class Controller:
                 self.notify(stopped_sentence(event.job, event.dropped), "information")
 
     def _notify_all(self, sentences: Sequence[str], severity: Severity) -> None:
-        self._notified.update(sentences)  # a measurement's are not said again
+        self._notified.update(sentences)  # so that the next measurement does not repeat them
         for sentence in sentences:
             self.notify(sentence, severity)
 
-    # -- where it begins -----------------------------------------------------------------------------------------
+    # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Put in force what the app begins with: the session taken up, and the recipe, after the rules of a preset where one was
-        asked for. Most presets wait for module classes to be known.
+        """Restore the session that is resumed, and apply the launch's preset and recipe, in this order.
+
+        Most presets are applied later, when the module classes are known.
         """
         recipe, saved = launch.recipe, launch.saved
         if saved is not None:
             self.experiment.restore(RecipeHistory.of(saved.recipes, saved.at))
             self.experiment.measured = saved.valid_measurements
-            self.experiment.scan.asked = saved.scanned  # the key for the scan goes on with it
+            self.experiment.scan.requested = saved.scanned  # so that the key for the scan resumes it
             self.engine.request(SetRecipe(self.experiment.recipe))
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):
@@ -156,14 +160,14 @@ class Controller:
         self._preset, self._after_preset = launch.preset, recipe
         if self._preset is None:
             return
-        from dtype_engine.recipe.presets import PRESETS  # not for the first paint
+        from dtype_engine.recipe.presets import PRESETS  # the first paint does not need it
 
         tree_suffices = not PRESETS[self._preset].needs_classes and self.experiment.model.has_tree
         if self.experiment.tree.has_classes or tree_suffices:
             self._start_with_preset()
 
     def _start_with_preset(self) -> None:
-        """Put the preset in force that was asked for at the start, once."""
+        """Apply the launch's preset, unless this has been done."""
         if self._preset is None:
             return
         from dtype_engine.recipe.presets import PRESETS
@@ -179,15 +183,15 @@ class Controller:
 
     # -- recipes -------------------------------------------------------------------------------------------------
 
-    def put_in_force(self, recipe: Recipe) -> bool:
-        """Put a recipe in force; False when it already was."""
+    def apply_recipe(self, recipe: Recipe) -> bool:
+        """Make a recipe the current one; False if it already is."""
         if not self.experiment.push(recipe):
             return False
         self._recipe_changed()
         return True
 
     def _recipe_changed(self) -> None:
-        """Tell the engine that the recipe in force is another, and show what is known at once."""
+        """Send the new current recipe to the engine, and redraw."""
         if self.experiment.same_plan and not self.activity.busy:
             self.engine.request(FollowRecipe(self.experiment.recipe))
         else:
@@ -197,13 +201,16 @@ class Controller:
         self._changed()
 
     def add_rule(self, rule: Rule) -> None:
-        """Put one more rule in force, and say what it takes against the model's declarations; refuse one that takes nothing."""
+        """Add a rule to the current recipe, and warn if it casts a module that the model declares to need float32.
+
+        Refuses a rule that matches nothing.
+        """
         experiment = self.experiment
         if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
             return
-        if not self.put_in_force(experiment.recipe.then(rule)):
-            self.notify(f"{rule} is in force already", "information")
+        if not self.apply_recipe(experiment.recipe.then(rule)):
+            self.notify(f"{rule} is already applied", "information")
             return
         self._warn_unmatched()
         broken = list(not_kept_in_float32(experiment.tree, experiment.plan, len(experiment.recipe) - 1))
@@ -234,20 +241,20 @@ class Controller:
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Drop the rules of a node: those that take nothing else."""
+        """Drop the rules that match tensors of this node and no others."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
-            self.put_in_force(self.experiment.recipe.without(inside))
+            self.apply_recipe(self.experiment.recipe.without(inside))
         elif beyond:
             self.notify(
-                f"rule {beyond[-1] + 1} reaches beyond this node; go to a node above it, or cast this one (8: as stored)",
+                f"rule {beyond[-1] + 1} also matches tensors beyond this node; go to a node above, or cast this one (8: as stored)",
                 "warning",
             )
         else:
-            self.notify("no rule takes this node", "information")
+            self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes an output finite again, if there is one, else those that keep values which casts lose."""
+        """Apply the rule that makes the output finite, if there is one; otherwise the rules that keep values which casts lose."""
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))
@@ -255,39 +262,39 @@ class Controller:
             recipe = self.experiment.recipe
             for rule in losses.rules:
                 recipe = recipe.then(Rule.parse(rule))
-            self.put_in_force(recipe)
+            self.apply_recipe(recipe)
         else:
             self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
-        """Put the recipe of a preset in force, in place of all rules."""
-        if not self.put_in_force(recipe):
-            self.notify("this preset is in force already", "information")
+        """Replace all rules by the recipe of a preset."""
+        if not self.apply_recipe(recipe):
+            self.notify("this preset is already applied", "information")
 
     def use_preset(self, name: str) -> None:
-        """Put a preset in force, in place of all rules. Raises UserError."""
+        """Replace all rules by those of a preset. Raises UserError for an unknown name, or if the model is not known yet."""
         from dtype_engine.recipe.presets import preset
 
         chosen = preset(name)
         if not self.experiment.model.has_tree:
-            raise UserError("a preset is made for a model: it is not there yet")
+            raise UserError("a preset needs the model's tensors, and they are not known yet")
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Put a recipe in force that was measured before; the settings stay."""
+        """Apply a recipe that was measured before, with the current settings."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
-        self.put_in_force(measured.recipe)
+        self.apply_recipe(measured.recipe)
 
-    # -- what is asked of the engine -----------------------------------------------------------------------------
+    # -- requests to the engine ----------------------------------------------------------------------------------
 
     def _expect(self, job: str) -> None:
         self.life.expect(job)
         self._changed()
 
     def measure(self) -> None:
-        """Measure the recipe in force once more, over all inputs; a measurement under way goes on to the end of them."""
-        if not self.life.is_there():
+        """Measure the current recipe over all inputs again. A measurement that is running continues, and covers all inputs."""
+        if not self.life.is_available():
             return
         if self.activity.running != "measure":
             self.experiment.forget_figures()
@@ -295,7 +302,7 @@ class Controller:
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates in another way from now on."""
+        """Run candidates with these settings from now on."""
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
@@ -303,12 +310,12 @@ class Controller:
         self._changed()
 
     def set_inputs(self, line: str) -> None:
-        """Run on what the line names from now on."""
+        """Run the model on the inputs that the line names from now on."""
         self.engine.request(SetInputs(line))
         self._expect("inputs")
 
     def ask(self, command: Command) -> None:
-        """Ask for a job; where it needs forward passes and there are none, say why."""
+        """Request a job from the engine. If the job needs the model to run and it can't, notify the user of the reason instead."""
         if command.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return
@@ -320,72 +327,73 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop what the engine does; where it can't be stopped, end it and start another."""
+        """Stop the engine's jobs; if a job has not stopped, end the engine and start another."""
         if self.life.must_end:
             self.restart_engine()
         else:
             self.life.stop()
 
     def stop_job(self, job: str) -> None:
-        """Stop one job alone, whether it runs or waits."""
+        """Stop a single job, whether it is running or waiting."""
         self.life.stop(job)
         if job == "scan" and self.activity.running != "scan":
-            self.experiment.scan.stopped()  # nothing will be heard of a scan that had not begun
+            self.experiment.scan.stopped()  # the engine sends no event for a scan that had not begun
 
     def restart_engine(self) -> None:
-        """End the engine, whatever it does, and start another with the same recipe."""
+        """End the engine, whatever it is doing, and start another with the same recipe."""
         if self.life.restart():
             self.open_error = self.experiment.memory = None
             self._changed()
 
     def measure_recipes(self, recipes: Sequence[Recipe]) -> None:
-        """Measure several recipes beside the one in force; each is in the history as it comes."""
+        """Measure several recipes, while the current one stays current. Each is added to the history when it is measured."""
         if recipes:
             self.ask(MeasureRecipes(tuple(dict.fromkeys(recipes))))
 
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """What the key for the scan does now: dtypes are chosen for a new one, or what there is, is shown. One that was stopped
-        goes on.
+        """What the key for the scan does next; resumes a scan that was stopped.
+
+        "choose": open the window that chooses dtypes for a new scan. "show": open the results so far. "wait": open nothing.
         """
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:
             self.notify(experiment.model.no_forward, "warning")
             return "wait"
         if why := experiment.why_scan_is_stale:
-            self.notify(f"{why}: scan anew", "information")
+            self.notify(f"{why}: scan again", "information")
             scan.clear()
             return "choose"
         if self.resume_scan() or scan.report is not None:
             return "show" if scan.report is not None else "wait"
         if scan.running:
-            self.notify("scanning: the first estimates come with the first sequence", "information")
+            self.notify("scanning: the first estimates follow the first sequence", "information")
             return "wait"
         return "choose"
 
     def resume_scan(self) -> bool:
-        """Go on with a scan that was stopped; False where none was."""
+        """Resume a scan that was stopped; False if there is none."""
         scan = self.experiment.scan
-        if not scan.asked or scan.running or scan.finished:
+        if not scan.requested or scan.running or scan.finished:
             return False
-        self.start_scan(scan.asked)
+        self.start_scan(scan.requested)
         return True
 
     def start_scan(self, dtypes: tuple[str, ...]) -> None:
-        """Scan in these dtypes, or go on where that was."""
-        if not self.life.is_there():
+        """Start a scan in these dtypes, or resume the last scan if it had the same dtypes."""
+        if not self.life.is_available():
             return
         scan = self.experiment.scan
         if scan.paused:
             self.pause_scan()
-        if dtypes != scan.asked:
+        if dtypes != scan.requested:
             scan.clear()
         scan.begin(dtypes)
         self.ask(Scan(dtypes, keep=True))
 
     def pause_scan(self) -> None:
-        """Let a scan wait where it is, or go on."""
+        """Pause the scan, or continue a paused one."""
         scan = self.experiment.scan
         if scan.running or scan.paused:
             scan.paused = not scan.paused

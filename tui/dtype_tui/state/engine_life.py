@@ -1,4 +1,4 @@
-"""The engine's life: it is told to stop, may not hear that, may end by itself, and is started again."""
+"""The engine's lifetime: stopping its jobs, its unexpected end, a lost connection, and restarts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from dtype_tui.state.scan import ScanState
 
 Severity = Literal["information", "warning", "error"]
-"""Of a sentence that is shown."""
+"""The severity of a notification."""
 RESTARTS = "R starts it again"
 STOP_WAIT_S = 2.0
-"""What has not stopped so long after it was told to is offered to be ended with the engine."""
+"""Seconds that a job has for stopping. After that the app offers to end the engine."""
 
 
 class EngineLife:
-    """What the engine is doing, and whether there is one. `notify` and `changed` as of the controller."""
+    """Whether there is an engine, and what it is doing. notify, changed: as in `Controller`."""
 
     def __init__(
         self,
@@ -40,14 +40,15 @@ class EngineLife:
         self.error: str | None = None
         """Why there is no engine; None while there is one."""
         self.lost = False
-        """Whether the connection to it is cut."""
-        self.quit_asked = False
-        """While something was being written."""
+        """Whether the connection to the engine is lost."""
+        self.quit_requested = False
+        """Whether the user has pressed the key that quits, while the engine was writing files."""
         self._stopping: str | None = None
-        """The job that was told to stop and has not (see `Activity.running`)."""
+        """The job that was requested to stop and is still running (see `Activity.running`)."""
         self._stopping_since = 0.0
+        """When the job was requested to stop, as `time.monotonic`."""
         self.must_end = False
-        """Whether what runs can only be stopped with the engine."""
+        """Whether the running job has not stopped in time, and can only be stopped by ending the engine."""
 
     def follow(self, event: Progress) -> None:
         self.activity.follow(event)
@@ -55,81 +56,84 @@ class EngineLife:
             self._stopping, self.must_end = None, False
 
     def note_stopped(self, job: str | None) -> None:
-        """The engine has stopped `job`; None where nothing had begun."""
+        """Note that the engine has stopped `job`; None if it has only dropped waiting jobs."""
         if job is not None:
             self._stopping, self.must_end = None, False
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
-        """The engine is gone, out of reach, or there again; the recipe and what was measured stay."""
+        """Note that the engine has ended, or that its connection was lost or restored. The recipe and its measurements stay."""
         match event:
             case events.EngineEnded():
-                lost = self._begin_anew(event.message)
+                lost = self._reset(event.message)
                 self.activity.busy = False
                 self._notify("; ".join((event.message, *lost, RESTARTS)), "error")
             case events.EngineLost():
                 self.lost = True
-                self._notify(f"{event.message}: the engine goes on there; R starts another", "warning")
+                self._notify(f"{event.message}: the engine keeps running there; R starts another", "warning")
             case events.EngineBack():
                 self.lost = False
                 self._notify("connected again: nothing was lost", "information")
 
     def restart(self) -> bool:
-        """End the engine, whatever it does, and start another; False where that can't be."""
+        """End the engine, whatever it is doing, and start another; False if that is impossible."""
         if not self._engine.can_restart:
-            self._notify("the engine is a thread of this program (--in-process): it can't be started again", "warning")
+            self._notify("the engine is a thread of this program (--in-process): it can't be restarted", "warning")
             return False
-        lost = self._begin_anew(None)
+        lost = self._reset(None)
         if lost:
             self._notify("; ".join(lost), "warning")
         self._engine.restart()
         return True
 
-    def _begin_anew(self, error: str | None) -> list[str]:
-        """What was under way is over; sentences on what of it is lost."""
-        lost = ["what it was writing is not there"] if self.activity.saving else []
+    def _reset(self, error: str | None) -> list[str]:
+        """Note that all running work has ended. Returns clauses for the user about the work that is lost.
+
+        error: why there is no engine; None if another is starting.
+        """
+        lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
-            lost.append("s goes on with the scan")
+            lost.append("s resumes the scan")
         self.error = error
-        self.activity.begin_anew()
-        self._stopping, self.must_end, self.quit_asked, self.lost = None, False, False, False
+        self.activity.reset()
+        self._stopping, self.must_end, self.quit_requested, self.lost = None, False, False, False
         return lost
 
     def begin(self, what: str) -> None:
-        """The engine was asked for something that it begins at once."""
+        """Show work that the engine begins at once."""
         if self.error is None:
             self.activity.begin(what)
 
     def expect(self, job: str) -> None:
-        if self.is_there():
+        if self.is_available():
             self.activity.expect(job)
 
-    def is_there(self) -> bool:
-        """Whether there is an engine; says that there is none."""
+    def is_available(self) -> bool:
+        """Whether there is an engine. If there is none, notifies the user."""
         if self.error is not None:
             self._notify(self.no_engine_words, "warning")
         return self.error is None
 
     def may_quit(self) -> bool:
-        """Whether nothing is being written; asked a second time, whether or not."""
-        if not self.activity.saving or self.quit_asked:
+        """Whether the app may quit. While files are being written, the first call warns the user and returns False."""
+        if not self.activity.saving or self.quit_requested:
             return True
-        self.quit_asked = True
-        self._notify("writing is not done: Esc stops it, and q again leaves without it", "warning")
+        self.quit_requested = True
+        self._notify("writing is not finished: Esc stops it, and q again quits without it", "warning")
         return False
 
     @property
     def no_engine_words(self) -> str:
-        """What to say where figures would be, while there is no engine; "" while there is one."""
+        """The words in place of figures while there is no engine; "" while there is one."""
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """What to say of the engine while it does nothing."""
+        """The words of the status line while the engine is idle. planning_only: the model could not be opened."""
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Stop what the engine does and drop what waits; or one job, by its name, alone."""
+        """Stop the running job and drop all waiting ones. job: stop only the job of this name."""
         if self.activity.busy:
             if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()
@@ -137,7 +141,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """What the engine does ("" while nothing), how much of it is done, and what Esc does now."""
+        """(what the engine is doing, "" if idle or out of reach; the share of it that is done; what Esc does now)."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
@@ -148,12 +152,14 @@ class EngineLife:
         return what, share, "Esc stops"
 
     def check_stopped(self) -> None:
-        """Called `STOP_WAIT_S` after `stop`: where the engine is still at what it was told to stop, offer to end it."""
+        """Offer to end the engine, if the job that `stop` requested to stop is still running. Called `STOP_WAIT_S` after `stop`."""
         if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
             return
         if self.lost:
             return
-        if time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1:  # not told again just now to stop another
+        if (
+            time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1
+        ):  # a later stop of another job has its own check
             self.must_end = True
             offer = "Esc again ends the engine and starts another, with this recipe"
             self._notify(f"{self.activity.what} has not stopped: {offer}", "warning")

@@ -1,6 +1,6 @@
-"""What the app knows: the model, the recipes gone through, and the results that belong to the one in force.
+"""The state of the app: the model, the history of recipes, and the results of the current recipe.
 
-No widgets here and no torch: everything is looked up in, or asked of, the engine's torch-free rooms.
+It uses neither widgets nor torch: it computes only with the engine's packages that do not import torch.
 """
 
 from __future__ import annotations
@@ -27,36 +27,40 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that name the recipe they were asked for with, and count whatever recipe is in force by now."""
+"""Events that name the recipe of their request, and remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
+"""How many reports to keep for showing them at once after an undo."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of the model, whatever the recipe."""
+    """Facts about the model that do not depend on the recipe."""
 
     title: str
     class_name: str = ""
     device: str = ""
     host: str = ""
-    """The machine that the model is on; empty for this one."""
+    """The machine that the model is on; "" for this one."""
     inputs: str = ""
-    """What it is run on, in words."""
+    """A description of the inputs that the model runs on."""
     inputs_summary: InputsSummary | None = None
-    """None until the user has named inputs."""
+    """None until the engine has prepared the inputs."""
     no_forward: str | None = None
-    """Why it can't be run."""
+    """Why the model can't run; None if it can."""
     live: bool = False
-    """Whether the engine has it open."""
+    """Whether the engine has opened the model."""
     has_tree: bool = True
-    """False while nothing is known of its modules and tensors, and the tree is empty."""
+    """Whether the modules and tensors are known. The tree is empty until then."""
     partial: bool = False
-    """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
+    """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
 
 
 @dataclass
 class Experiment:
-    """One model and one line of recipes. Results of another recipe than the one in force are never kept."""
+    """One model, its history of recipes, and the results of the current recipe.
+
+    Results of other recipes are kept only in `measured`, `module_log` and `scan`.
+    """
 
     model: ModelFacts
     tree: Tree
@@ -74,11 +78,12 @@ class Experiment:
     """The measured recipe that the tree and the panes compare with."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """The last change of the recipe left every tensor's dtype as it was: what was measured is still true."""
+    """Whether the last change of the recipe left the dtype of every tensor unchanged, so that the measurement stays valid."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
+    """The plan of the next tree and its totals by node, computed by `prepare`."""
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
-    """The last measurements over all of these inputs: undo need not wait for one of them."""
+    """The latest reports that cover all current inputs, so that undo can show one at once."""
 
     def __post_init__(self) -> None:
         self._replan()
@@ -99,32 +104,33 @@ class Experiment:
             no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
             live=True,
         )
-        self._known.clear()  # the model's code or files may be others
+        self._known.clear()  # the model's code or files may have changed
         self.replace_tree(ready.tree)
 
     def set_inputs(self, summary: InputsSummary) -> None:
-        """The model is run on other inputs: what was measured before was not on these."""
+        """Note that the model now runs on other inputs, and drop the results on the previous ones."""
         self.model = replace(self.model, inputs=summary.description, inputs_summary=summary, no_forward=None)
         self.floor = None
         self._known.clear()
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Do what takes long of `replace_tree`, on the thread that brings the tree: no key waits for it."""
+        """Do the slow part of `replace_tree`. Called on the thread that reads the event, so that keys do not wait for it."""
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
-        assert tree.names  # listed here, so that the first frame of a filter need not
+        assert tree.names  # computes the cached list of names, which the first frame of a filter needs
 
     def replace_tree(self, tree: Tree) -> None:
-        """A tree that is complete takes the place of what was known before."""
+        """Replace the tree by a complete one, and plan the current recipe again."""
         self.tree, self.model = tree, replace(self.model, has_tree=True, partial=False)
         self._replan()
 
-    # -- the recipe and the settings in force --------------------------------------------------------------------
+    # -- the current recipe and settings -------------------------------------------------------------------------
 
     def refusal(self, rule: Rule) -> str | None:
-        """Why a rule is not put in force: it takes nothing in this model, or too long to match. None where it takes something, or
-        where that is not known yet.
+        """The sentence that refuses a rule which matches nothing in this model, or takes too long to match.
+
+        None if the rule matches something, or if that is not known yet.
         """
         plan = make_plan(self.tree, self.recipe.then(rule))
         last = len(plan.recipe) - 1
@@ -134,11 +140,11 @@ class Experiment:
         waits = loading and last in plan.pending_classes
         if self.model.partial or waits or plan.selections[last]:
             return None
-        more = "; the model is still loading, and may have other names than its files" if loading else ""
+        more = "; the model is still loading, and its names may differ from those of its files" if loading else ""
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Put a recipe in force; False when it already was."""
+        """Make a recipe the current one; False if it already is."""
         return self._changed(self.history.push(recipe))
 
     def undo(self) -> bool:
@@ -153,12 +159,12 @@ class Experiment:
         return changed
 
     def restore(self, history: RecipeHistory) -> None:
-        """Go on with the recipes of a session that was kept."""
+        """Continue with the recipes of a saved session."""
         self.history = history
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the recipe in force. before: the plan of the same tree until now; the results stay where the new one is the same."""
+        """Plan the current recipe. before: the previous plan of the same tree; the results stay if the new plan is the same."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
@@ -172,32 +178,32 @@ class Experiment:
         self._recall()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Candidates run in another way: what was measured before is not theirs."""
+        """Run candidates with other settings, and drop the results of the previous ones."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
         self._recall()
 
     def forget_figures(self) -> None:
-        """The figures on the screen are no longer those of what is in force; which values the casts lose stays true."""
+        """Drop the results of the current recipe, except the values that its casts lose, which depend on the weights alone."""
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:
-        """Show what was measured before of what is in force; it is measured again all the same."""
+        """Show the latest report of the current recipe and settings, if there is one. The engine measures it again nevertheless."""
         if (known := self._known.get((self.recipe, self.settings))) is not None:
             self.results = replace(self.results, report=known, modules=measured_modules(known))
 
-    # -- what the engine finds -----------------------------------------------------------------------------------
+    # -- results of the engine -----------------------------------------------------------------------------------
 
     def is_stale(self, event: events.Event) -> bool:
-        """Whether an event belongs to another recipe or to other settings than those in force."""
+        """Whether an event belongs to another recipe or other settings than the current ones."""
         if isinstance(event, events.Measured | events.OutputMeasured) and event.settings != self.settings:
             return True
         recipe = getattr(event, "recipe", None)
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def take(self, event: events.Event) -> None:
-        """Keep what the engine has found out of the recipe in force; what only a window shows is not kept."""
+        """Keep the results in an event of the engine, except those that only a window shows."""
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -208,7 +214,7 @@ class Experiment:
             case events.Memory():
                 self.memory = event.stats
             case events.EngineEnded():
-                self.memory = None  # of a process that is no more
+                self.memory = None  # the figures are those of a process that has ended
             case events.RecipeMeasured():
                 recipe = Recipe.of(map(Rule.parse, event.report.rules))
                 self._keep(make_plan(self.tree, recipe), event.settings, event.report)
@@ -218,7 +224,7 @@ class Experiment:
                 self._take_result(event)
 
     def _take_result(self, event: events.Event) -> None:
-        """What belongs to the recipe in force."""
+        """Keep the results of the current recipe."""
         results = self.results
         match event:
             case events.CastDone():
@@ -232,7 +238,7 @@ class Experiment:
                 partial = event.drift
                 if results.report is None:
                     self.results = replace(results, partial_drift=partial)
-                # The history has these figures until the rest is measured, if ever.
+                # The history shows these figures until the rest is measured, which may never happen.
                 about = self.recipe, self.settings, self.model.inputs, self.plan.planned_bytes
                 self.measured = remember(self.measured, MeasuredRecipe(*about, partial.output, partial.extent))
             case events.Measured():
@@ -255,7 +261,7 @@ class Experiment:
             del self._known[old]
 
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
-        """A recipe is measured, in force or not, on any inputs."""
+        """Add a measurement to the history, whether or not its recipe and inputs are the current ones."""
         if plan.recipe == self.recipe or (settings, report.inputs) == (self.settings, self.model.inputs):
             self.scan.note_measured(self.tree, plan, report)
         entry = measured(report, plan.recipe, settings, plan.planned_bytes)
@@ -265,7 +271,7 @@ class Experiment:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
-        """Compare with a measured recipe from now on; with the same once more, with none."""
+        """Make a measured recipe the baseline; if it already is, use no baseline from now on."""
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
@@ -273,14 +279,17 @@ class Experiment:
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:
-        """The modules' drift of the recipe that is compared with; none where it was not kept."""
+        """The drift of the modules under the baseline recipe, by name; empty if there is none or it was not kept."""
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan says nothing of what is run now, as the beginning of a sentence; "" where it does."""
+        """Why the scan does not apply to the current inputs and settings, as the beginning of a sentence; "" if it does."""
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:
-        """`1.2e-03 nats per token`: the drift of the recipe by the sum of its weights' scores; "" where there is nothing to say."""
+        """The drift of the current recipe as predicted by the scan, such as `1.2e-03 nats per token`; "" if there is none.
+
+        The prediction is the sum of the scores of the recipe's weights.
+        """
         return "" if self.why_scan_is_stale else self.scan.predicted(self.tree, self.plan)

@@ -1,4 +1,4 @@
-"""Whether somebody starts the program for the first time."""
+"""Detects the first start of the program by this user."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def is_first_start() -> bool:
-    """True once: where nothing was kept yet, which is then noted. False where that can't be noted."""
+    """Whether the state folder is missing or empty. Marks it, so that later calls return False. False if it can't be marked."""
     folder = state_folder()
     try:
         if folder.exists() and any(folder.iterdir()):
@@ -18,7 +18,7 @@ def is_first_start() -> bool:
 
 
 def note_start() -> None:
-    """From now on no start is the first. Raises OSError."""
+    """Mark the state folder, so that no later start counts as the first. Raises OSError."""
     folder = state_folder()
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     (folder / "tour-offered").touch()

@@ -1,4 +1,4 @@
-"""What the app begins with."""
+"""The parameters that the app starts with."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Launch:
-    """All that the command line says to the app, made once.
-
-    tree: of the headers read so far; None where nothing is known before the model is open. partial: `tree` is that of the first
-    of a large checkpoint's headers alone. recipe: to put in force, after the rules of `preset` and of the session taken up.
-    saver: makes what saves the session; called after the first paint. is_demo: it is the built-in model, which the tour is about.
-    begins_tour: with the tour. offers_tour: with a line that says that there is one.
-    """
+    """The parameters that the command line gives the app."""
 
     title: str
     tree: Tree | None = None
+    """The tree of the headers read so far; None if nothing is known before the model is open."""
     partial: bool = False
+    """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     recipe: Recipe = field(default_factory=Recipe)
+    """The rules to apply, after those of `preset` and `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
+    """The session to resume."""
     saver: Callable[[], SessionSaver] | None = None
+    """Makes the saver of the session, after the first paint; None if the session is not saved."""
     config: Config = field(default_factory=Config)
     is_demo: bool = False
+    """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False
     offers_tour: bool = False
+    """Whether a panel says that there is a tour."""

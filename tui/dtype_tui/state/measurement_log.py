@@ -1,4 +1,4 @@
-"""The recipes that were measured, with their figures: plain values, to be shown, compared and saved."""
+"""Measured recipes and their figures, as plain values that can be shown, compared and saved."""
 
 from __future__ import annotations
 
@@ -18,40 +18,41 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecipe:
-    """One measurement of a recipe with some settings on some inputs."""
+    """One measurement of a recipe, with certain settings on certain inputs."""
 
     recipe: Recipe
     settings: RunSettings
     inputs: str
-    """In words."""
+    """A description of the inputs."""
     planned_bytes: int
     output: OutputDrift
     extent: Extent
-    """How much of the inputs the figures are over."""
+    """How much of the inputs the figures cover."""
     seconds: float | None = None
-    """Of the candidate's passes over all inputs; None where not all of that was run."""
+    """Time of the candidate's passes over all inputs; None if they did not run in full."""
     overflowed: int = 0
-    """Values of weights that the casts made infinite, where that is more than rounding."""
+    """How many weight values became infinite in the casts, counted only where that is more than rounding."""
     vanished: int = 0
-    """Values of weights that the casts made zero, where that is more than rounding."""
+    """How many weight values became zero in the casts, counted only where that is more than rounding."""
     pinned: bool = False
 
     @property
     def in_part(self) -> bool:
-        """Whether not all of the inputs were run."""
+        """Whether the figures cover only some of the inputs."""
         return not self.extent.whole
 
     @property
     def kl_error(self) -> float | None:
-        """How far the mean KL over all inputs may be from that in `output`, in nats: one standard error; None where unknown."""
+        """One standard error, in nats, of the mean KL in `output` as an estimate for all inputs; None if unknown."""
         mean, error = self.output.kl_mean, self.extent.kl_error
         if self.extent.whole:
             return self.output.kl_mean_se
         return None if mean is None or error is None else abs(mean) * error
 
     def drift(self, distribution: bool) -> float | None:
-        """The one figure that recipes are plotted by: mean KL in nats of a distribution, else the square of relative L2. None where
-        it is not known, or the output is not finite.
+        """The figure by which recipes are plotted. distribution: mean KL in nats; otherwise the square of the relative L2 error.
+
+        None if it is unknown, or if the output is not finite.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
@@ -63,27 +64,28 @@ class MeasuredRecipe:
 
 
 class ModuleLog:
-    """The modules' drift of each measurement of this session, as long as there are no more than so many readings in all."""
+    """The drift of every module in the measurements of this run of the app. The oldest measurements are dropped first."""
 
     MOST = 300_000
+    """The most modules to keep, summed over all measurements."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Recipe, RunSettings, str], Mapping[str, ModuleDrift]] = {}
 
     def keep(self, entry: MeasuredRecipe, modules: Iterable[ModuleDrift]) -> None:
-        """Keep these, and let the oldest go where they are too many."""
+        """Keep the modules of a measurement, and drop the oldest measurements while there are more than `MOST` modules."""
         self._kept.pop(entry.key, None)
         self._kept[entry.key] = {module.name: module for module in modules}
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self.MOST:
             del self._kept[next(iter(self._kept))]
 
     def of(self, entry: MeasuredRecipe) -> Mapping[str, ModuleDrift] | None:
-        """By module; None where they were not kept."""
+        """The drift of a measurement's modules, by name; None if it was not kept."""
         return self._kept.get(entry.key)
 
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
-    """What the history keeps of a report."""
+    """The history's entry for a report."""
     lost = severe(report.lost)
     return MeasuredRecipe(
         recipe,
@@ -92,7 +94,7 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
         planned_bytes,
         report.output,
         report.sequences,
-        # A pass whose beginning was not run again is no time of the recipe's, nor is one over some of the inputs.
+        # The time of a pass that reused earlier outputs, or covered only some inputs, is not the time of the recipe.
         seconds=None if report.seconds.reused or not report.sequences.whole else report.seconds.candidate,
         overflowed=sum(loss.overflowed for loss in lost),
         vanished=sum(loss.vanished for loss in lost),
@@ -100,8 +102,10 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
-    """The history with one more measurement. One of the same recipe, settings and inputs takes the place of the earlier, unless
-    that was over more of the inputs, and keeps its pin and, where it was timed only in part, its time.
+    """The history with a new measurement.
+
+    An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. The new entry
+    takes over its pin and, if the new one has no time, its time.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -114,7 +118,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """Recipes that were measured, but not with these settings over all of these inputs; each once."""
+    """The recipes in the history that have no measurement with these settings over all of these inputs, without duplicates."""
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part
@@ -123,6 +127,6 @@ def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, in
 
 
 def toggle_pin(history: tuple[MeasuredRecipe, ...], index: int) -> tuple[MeasuredRecipe, ...]:
-    """The history with the measurement at an index pinned, or no longer."""
+    """The history with the pin of the measurement at an index set or removed."""
     toggled = dataclasses.replace(history[index], pinned=not history[index].pinned)
     return (*history[:index], toggled, *history[index + 1 :])

@@ -1,4 +1,4 @@
-"""How the rules of a plan and a node of the tree belong together."""
+"""Relates the rules of a plan to the nodes of the tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dtype_engine.recipe import Plan, RuleEffect
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
-    """Canonical names of the tensors at or below a node."""
+    """Canonical names of the tensors at or below a node, which may itself be a tensor."""
     if node in tree.modules:
         return {tensor.name for tensor in tree.below(node)}
     found = tree.canonical(node)
@@ -17,7 +17,7 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """Indices of the rules that take something of a node: those that take nothing else, and those that reach beyond."""
+    """The rules that match tensors of a node: indices of those that match only these, and of those that match others too."""
     inside_node = tensor_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []
@@ -29,13 +29,13 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
-    """What the rules that take something of a node do to that, the last rule first."""
+    """The effects on a node of the rules that match its tensors, the last rule first."""
     effects = plan.effects(tree, tensor_names(tree, node))
     return [effect for effect in effects if effect.tensors][::-1]
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """The topmost nodes that are cast as a whole: whose every castable tensor is planned in another dtype than stored."""
+    """Names of the topmost nodes of which every castable tensor is planned in another dtype than stored."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)
@@ -59,7 +59,7 @@ def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
 
 
 def not_kept_in_float32(tree: Tree, plan: Plan, index: int) -> Iterator[str]:
-    """Modules that the model wants kept in float32 and that the rule at `index` now holds in less."""
+    """Names of modules that the model declares to need float32 and that the rule at `index` casts to a narrower dtype."""
     for module in tree.modules.values():
         if module.keep_in_fp32 and any(
             plan.decided_by.get(tensor.name) == index

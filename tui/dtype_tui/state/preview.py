@@ -1,4 +1,4 @@
-"""What a rule that is being typed would do, before it is one."""
+"""Previews the effect of a rule while the user types it."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
 
 PREVIEW_S = 0.5
-"""How long a pattern may take to match while it is typed."""
+"""Seconds that matching a pattern may take while it is typed."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What a rule would take, and the bytes of that before and after.
-
-    fused: what it does to the weights that runtimes fuse with those it takes.
-    """
+    """What a rule would match and change."""
 
     modules: frozenset[str]
+    """Names of the modules that the pattern matches."""
     tensors: frozenset[str]
+    """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
+    """Bytes of these tensors in their planned dtypes."""
     bytes_after: int
     uncastable_count: int
+    """How many matching tensors are never cast."""
     fused: str = ""
+    """What the rule does to weights that runtimes fuse with the matching ones, in a few words."""
 
 
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
-    """What a rule would do to tensors whose planned dtypes are these.
+    """Preview a rule. planned: the current dtype of each tensor, by name.
 
-    Raises PatternError for a pattern that takes too long to match: it may not hold up the keys.
+    Raises PatternError for a pattern that takes too long to match, since keys wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S)
     names = frozenset(taken.tensors)

@@ -1,4 +1,4 @@
-"""What the engine has found of the recipe in force: frozen values, replaced whole."""
+"""The engine's results for the current recipe, as frozen values."""
 
 from __future__ import annotations
 
@@ -17,46 +17,46 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """The weights whose values the casts lose."""
+    """The weight values that the casts lose."""
 
     values: tuple[ValueLoss, ...] | None = None
-    """None while they are not known."""
+    """One entry per weight that loses values; None while unknown."""
     reason: str = ""
-    """Why they are not known, where nothing will change that by itself."""
+    """Why they are unknown, unless the engine is about to find them."""
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """What the tree says of each node that loses values."""
+        """The tree's mark for each node that loses values, by name."""
         return loss_marks(self.values or ())
 
 
 @dataclass(frozen=True)
 class Results:
-    """Another recipe, other settings or other inputs begin with an empty one."""
+    """The results for one recipe, one set of settings and one set of inputs. A change of any of these starts with empty results."""
 
     losses: Losses = Losses()
     report: DriftReport | None = None
     partial_drift: PartialDrift | None = None
-    """The output's drift so far, of a measurement that has no report."""
+    """The output's drift so far, while there is no report."""
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
-    """By name; those of the report, or of the passes so far."""
+    """By name, from the report or from the passes so far."""
     loss_remedy: LossRemedy | None = None
-    """Rules that keep values which casts lose."""
+    """Rules that keep the values which the casts lose."""
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     failure: str | None = None
-    """Why the run failed, where it did."""
+    """Why the run failed; None if it did not."""
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
-        """Modules that drift most, those with non-finite outputs first; none where nothing differs."""
-        from dtype_engine.results.drift import worst_modules  # not for the first paint
+        """The modules that drift most, those with non-finite outputs first; empty if no module drifts. count: None for all."""
+        from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
         return worst_modules(self.modules.values())[:count]
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the key for remedies applies the rules that keep values: what makes an output finite comes before them."""
+        """Whether the key for remedies applies `loss_remedy` next. A remedy for non-finite outputs comes first."""
         return self.nonfinite is None or self.nonfinite.remedy is None
 
 

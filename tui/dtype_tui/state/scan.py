@@ -1,4 +1,4 @@
-"""What the app keeps of a scan: the estimates so far, the dtype that is shown, what was predicted and what measured."""
+"""The app's state of a scan: the estimates so far, the dtype that is shown, and measurements next to their predictions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import percent
 from dtype_tui.rendering.cells import bar
 
-# Searching is not for the first paint: its rooms are imported where they are needed.
+# The first paint does not need the search package, so it is imported where it is used.
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
     from dtype_engine.core.tree import Tree
@@ -24,34 +24,39 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""The heat bar is empty at this many powers of ten under the whole model."""
+"""The heat bar spans this many powers of ten below the score of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A recipe that was measured: bytes planned, drift predicted and measured."""
+    """A measured recipe next to its prediction. Both are in the unit of the scan."""
 
     recipe: Recipe
     bytes: int
+    """Planned bytes of the whole model."""
     predicted: float
     measured: float
 
 
 @dataclass
 class ScanState:
-    """One model's scan. `version` grows with all that a screen may show."""
+    """The latest scan of the model."""
 
     report: ScanReport | None = None
-    asked: tuple[str, ...] = ()
+    requested: tuple[str, ...] = ()
+    """The dtypes of the scan; empty if none was requested."""
     running: bool = False
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """It is of an engine that is gone, and was not finished: the next one goes on with what was kept."""
+    """Whether the engine ended before the scan was finished. The next engine resumes from the sequences that are saved."""
     dtype: str = ""
+    """The dtype whose scores are shown."""
     measured: list[Point] = field(default_factory=list)
     version: int = 0
+    """Grows with every change that a screen may show."""
     nodes: dict[str, float] = field(default_factory=dict)
+    """Scores in the dtype shown, by node."""
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """By (weight, dtype)."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
@@ -72,44 +77,44 @@ class ScanState:
 
     @property
     def progress_words(self) -> str:
-        """`from a stopped scan (24 %)`, while not all sequences have gone by; "" once they have."""
+        """The progress of an unfinished scan, such as `from a stopped scan (24 %)`; "" if there is none."""
         if self.report is None or self.finished:
             return ""
         share = percent(self.report.sequences / self.report.all_sequences) if self.report.all_sequences else "0"
-        return f"from a scan under way ({share} %)" if self.running else f"from a stopped scan ({share} %)"
+        return f"from a running scan ({share} %)" if self.running else f"from a stopped scan ({share} %)"
 
     def clear(self) -> None:
-        """A scan of other dtypes or inputs takes its place."""
-        self.report, self.asked, self.nodes, self.scores, self.lost = None, (), {}, {}, False
+        """Drop the scan, before one of other dtypes or inputs."""
+        self.report, self.requested, self.nodes, self.scores, self.lost = None, (), {}, {}, False
         self.measured.clear()
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """The engine was asked to scan in these dtypes, or to go on."""
-        self.asked, self.running, self.finished, self.lost = dtypes, True, False, False
+        """Note that a scan in these dtypes, or its continuation, was requested."""
+        self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """The engine that scans is gone: what there is stays to be seen. True where that is news."""
+        """Note that the engine has ended. The estimates stay. Returns whether an unfinished scan was lost by this."""
         self.running = self.paused = False
-        news = bool(self.asked) and not self.finished and not self.lost
+        news = bool(self.requested) and not self.finished and not self.lost
         self.lost = self.lost or news
         self.version += 1
         return news
 
     def stopped(self) -> None:
-        """The engine is not scanning any more."""
+        """Note that the engine has stopped scanning."""
         self.running = self.paused = False
         self.version += 1
 
     @cached_property
     def limits(self) -> SearchConstraints:
-        """What a search has to keep to."""
+        """The user's constraints on the Pareto front."""
         from dtype_engine.search.constraints import SearchConstraints
 
         return SearchConstraints()
 
     def prediction(self, tree: Tree, plan: Plan) -> Prediction | None:
-        """The drift that is predicted for a plan; None where it holds dtypes that were not scanned, or nothing was."""
+        """The predicted drift of a plan; None without a scan, or if the plan has dtypes that were not scanned."""
         if self.report is None:
             return None
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
@@ -123,31 +128,31 @@ class ScanState:
         return self._predicted[2]
 
     def predicted(self, tree: Tree, plan: Plan) -> str:
-        """`1.2e-03 nats per token`: the prediction in words; "" where there is none, or no rule."""
+        """The prediction in words, such as `1.2e-03 nats per token`; "" if there is none, or the recipe has no rules."""
         prediction = self.prediction(tree, plan)
         if prediction is None or not plan.recipe.rules:
             return ""
         drift = "not finite" if math.isinf(prediction.value) else figure(prediction.value)
-        return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan under way")
+        return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
-        """Why it says nothing of a run on these inputs with these settings, as the beginning of a sentence; "" where it does."""
+        """Why the scan does not apply to these inputs and settings, as the beginning of a sentence; "" if it does."""
         report = self.report
         if report is not None and report.inputs != inputs:
-            return "the inputs are others than those of the scan"
+            return "the inputs differ from those of the scan"
         if report is not None and report.activations != settings.quantize_activations:
-            were = "as they are" if report.activations == "none" else "quantised"
-            return f"activations were {were} in the scan, and are not now"
+            were = "not quantised" if report.activations == "none" else "quantised"
+            return f"activations were {were} in the scan, unlike now"
         return ""
 
     def front(self, tree: Tree) -> ParetoFront:
-        """The Pareto front within the limits. Raises UserError."""
+        """The Pareto front within the limits. Raises UserError if no plan meets them."""
         from dtype_engine.search.pareto import make_front
 
         return make_front(tree, self.scores, self.limits.constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
-        """A recipe was measured: keep it beside what was predicted."""
+        """Keep a measurement together with its prediction, if there is one."""
         from dtype_engine.search.sensitivity import scalar_drift
 
         predicted = self.prediction(tree, plan)
@@ -158,7 +163,7 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """(score, bar, heat from 0 to 1) of a node in the dtype shown; heat is its share of the whole by powers of ten."""
+        """(score as text, bar, heat as defined by `heat`) of a node in the dtype shown; empty texts if it has no score."""
         score = self.nodes.get(node)
         if score is None:
             return "", "", 0.0
@@ -166,7 +171,7 @@ class ScanState:
         return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
 
     def heat(self, score: float) -> float:
-        """From 0 (a 10 000th of the whole model, or less) to 1 (all of it)."""
+        """The score relative to the whole model's, on a logarithmic scale: 0 for a 1,000th or less, 1 for all of it."""
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):
@@ -177,7 +182,7 @@ class ScanState:
 
     @property
     def heading(self) -> str:
-        """Over the tree's column."""
+        """The heading of the tree's column of scores."""
         return (
             f"nats {dtypes.short_name(self.dtype)}"
             if self.report and "nats" in self.report.unit
@@ -186,5 +191,5 @@ class ScanState:
 
 
 def figure(value: float) -> str:
-    """A score in at most eight cells."""
+    """A score as text of at most eight cells."""
     return "inf" if math.isinf(value) else "0" if value == 0 else f"{value:.1e}"

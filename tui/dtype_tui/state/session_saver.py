@@ -1,4 +1,4 @@
-"""The session on the disk: saved as it changes, in a thread of its own."""
+"""Saves the session to disk whenever it changes, in a separate thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 _REST_S = 1.0
-"""The least time between two saves of what is lost cheaply: where the cursor stands."""
+"""The least number of seconds between two saves in which only the cursor has moved."""
 _CLOSE_WAIT_S = 3.0
+"""Seconds that the app waits for the last save when it ends."""
 
 
 class SessionSaver:
-    """Writes the session whenever it has changed. Nothing waits for the disk but `close`.
+    """Writes the session whenever it has changed. Only `close` waits for the disk.
 
-    `say` is called once, with a sentence, when the session can't be written; the program goes on without.
+    If the session can't be written, `say` is called once with a sentence for the user, and the program continues without saving.
     """
 
     def __init__(self, model: str | None, title: str, path: Path | None, options: Options) -> None:
@@ -39,7 +40,7 @@ class SessionSaver:
         self.say: Callable[[str], None] = lambda trouble: None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
-        """This is how things stand; called often, and cheap where nothing has changed."""
+        """Save the current state if it has changed. Called several times a second; cheap if nothing has changed."""
         recipes, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(
@@ -49,7 +50,7 @@ class SessionSaver:
             at=at,
             cursor=cursor,
             measured=experiment.measured,
-            scanned=experiment.scan.asked,
+            scanned=experiment.scan.requested,
         )
         if session == self._now or self._trouble is not None:
             if self._trouble:
@@ -64,7 +65,7 @@ class SessionSaver:
                 self._thread.start()
 
     def close(self) -> None:
-        """Write what is not written yet, and end."""
+        """Write the last changes, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -80,7 +81,7 @@ class SessionSaver:
                     return
                 now = self._now
                 if not self._closed and self._only_the_cursor_moved(now):
-                    self._changed.wait(_REST_S)  # whatever comes meanwhile is written with it
+                    self._changed.wait(_REST_S)  # any change in the meantime is written with it
                     now = self._now
             assert now is not None
             try:

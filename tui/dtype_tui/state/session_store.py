@@ -1,7 +1,7 @@
-"""Sessions kept on the disk, so that a lost connection loses nothing, and the models that were open last.
+"""Sessions on disk, so that a lost connection loses no work; also lists the recently opened models.
 
-One JSON file for each run of the app, in the state folder of the user (`$XDG_STATE_HOME/dtype-tui/sessions`), readable by
-nobody else. What trusts a model to run code is not kept: it has to be said again.
+Each run of the app has one JSON file in the user's state folder (`$XDG_STATE_HOME/dtype-tui/sessions`), which only the user can
+read. Options that allow a model to run code are not saved: the user has to give them each time.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from dtype_tui.state.measurement_log import MeasuredRecipe
 VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
-"""Recipes kept on either side of the one in force: how far undo and redo reach in a session that is taken up."""
+"""The most recipes saved on either side of the current one, which undo and redo can reach in a resumed session."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
-"""Options that let code run or fetch it: a file must not say so for the user."""
+"""Options that allow code to be run or downloaded. A file must not give this permission in the user's place."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
@@ -48,35 +48,37 @@ _LARGEST = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """One session as it was last.
-
-    model: what to open it by, None for the demo. path: the files behind it, where there are some. folder: where the program
-    was started. recipes: those gone through, the one in force at index `at`. cursor: the node it stood on. measured: the
-    history of what was measured. scanned: the dtypes of the scan that was begun, or finished.
-    """
+    """The last state of a session."""
 
     model: str | None
+    """What opens the model from any folder; None for the demo."""
     title: str
     path: Path | None = None
+    """The model's files, if it has files on this machine."""
     folder: Path | None = None
+    """The folder in which the program was started."""
     options: Options = field(default_factory=Options)
     recipes: tuple[Recipe, ...] = (Recipe(),)
+    """The history of recipes, oldest first."""
     at: int = 0
+    """Index of the current recipe."""
     cursor: str = ""
+    """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
+    """The dtypes of the last scan, finished or not; empty if there was none."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether nobody but the user and this program can have written it: only then may it name Python code to run."""
+    """Whether only this user can have written the file. If not, the session must not name Python code to run."""
 
     @property
     def recipe(self) -> Recipe:
-        """The one in force."""
+        """The current recipe."""
         return self.recipes[self.at]
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """What was measured, if nothing that belongs to the model was written since; nothing where that can't be told."""
+        """The measurements, if none of the model's files was written after the session; empty if that can't be determined."""
         if self.path is None:
             return ()
         try:
@@ -88,7 +90,7 @@ class SavedSession:
 
 
 def recent_models() -> tuple[SavedSession, ...]:
-    """The last session of each model, the newest first. Files that can't be read are passed over."""
+    """The last session of each model, the newest first. Unreadable files are skipped."""
     models: dict[str | None, SavedSession] = {}
     for saved in _readable():
         if saved.own or not is_python(saved.model):
@@ -97,20 +99,20 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """The session saved last: of any model, or of `model` alone, as it is on the command line.
+    """The session that was saved last, of any model or only of `model`, as on the command line.
 
-    Raises UserError where there is none, or where the newest of all can't be read.
+    Raises UserError if there is none, or if the newest of all can't be read.
     """
     if model is None:
         files = _files()
         if not files:
-            raise UserError(f"there is no session to take up in {sessions_folder()}: open a model first")
+            raise UserError(f"there is no session to resume in {sessions_folder()}: open a model first")
         return read_session(files[0])
     wanted = canonical_model_ref(model)
     for saved in _readable():
         if saved.model == wanted:
             return saved
-    raise UserError(f"there is no session of {printable(model, 200)} to take up; open it without --resume")
+    raise UserError(f"there is no session of {printable(model, 200)} to resume; open it without --resume")
 
 
 def sessions_folder() -> Path:
@@ -118,7 +120,7 @@ def sessions_folder() -> Path:
 
 
 def canonical_model_ref(model: str | None) -> str | None:
-    """What opens the same model from any folder: paths made absolute, everything else as it is."""
+    """The reference that opens a model of the command line from any folder: paths become absolute, the demo None."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
     if is_address(model):
@@ -126,7 +128,7 @@ def canonical_model_ref(model: str | None) -> str | None:
     try:
         if Path(model).expanduser().exists():
             return str(Path(model).expanduser().resolve())
-    except (OSError, RuntimeError):  # too long for a name, or the home of nobody
+    except (OSError, RuntimeError):  # the name is too long, or ~user for an unknown user
         return model
     before, colon, attribute = model.rpartition(":")
     if colon and before.endswith(".py"):
@@ -135,7 +137,7 @@ def canonical_model_ref(model: str | None) -> str | None:
 
 
 class SessionFile:
-    """The file of one running program. Written anew, whole, at every `save`; the oldest of all sessions go."""
+    """The session file of this run of the app. Every `save` writes the whole file; the first also deletes the oldest sessions."""
 
     def __init__(self) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -143,7 +145,7 @@ class SessionFile:
         self._pruned = False
 
     def save(self, session: SavedSession) -> None:
-        """Raises UserError when it can't be written."""
+        """Write the session. Raises UserError if that fails."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -157,7 +159,7 @@ class SessionFile:
 
 
 def prune() -> None:
-    """Remove the oldest sessions, and pieces of files whose writer was killed a day or longer ago."""
+    """Delete the oldest sessions, and partial files more than a day old, whose writer was killed."""
     for path in _files()[MOST_KEPT:]:
         path.unlink(missing_ok=True)
     yesterday = datetime.now(UTC).timestamp() - 86400
@@ -170,7 +172,7 @@ def prune() -> None:
 
 
 def read_session(path: Path) -> SavedSession:
-    """Raises UserError that names the file and says what is wrong with it."""
+    """Read a session. Raises UserError, which names the file and what is wrong with it."""
     try:
         own = is_own(path)
         data: Any = json.loads(read_regular(path, _LARGEST))
@@ -197,8 +199,9 @@ def read_session(path: Path) -> SavedSession:
 
 
 def is_own(path: Path) -> bool:
-    """Whether a file is as this program writes a session: a plain file of the user's, which no one else may read or write,
-    in a folder that no one else may write to.
+    """Whether only this user can have written a file.
+
+    It must be a regular file of the user that no one else may read or write, in a folder of the user that no one else may write to.
     """
     file, folder = path.lstat(), path.parent.stat()
     return (
@@ -210,14 +213,14 @@ def is_own(path: Path) -> bool:
 
 
 def _files() -> list[Path]:
-    """Session files, the one written last first."""
+    """All session files, the latest first."""
     return sorted(sessions_folder().glob("*.json"), key=_written, reverse=True)
 
 
 def _written(path: Path) -> tuple[int, str]:
     try:
         return path.stat().st_mtime_ns, path.name
-    except OSError:  # another program's pruning was faster
+    except OSError:  # another run of the app has just deleted it
         return 0, path.name
 
 
@@ -230,7 +233,7 @@ def _readable() -> Iterator[SavedSession]:
 
 
 class _Measurement(msgspec.Struct, kw_only=True):
-    """One `MeasuredRecipe`, its recipe as the rules' text."""
+    """A `MeasuredRecipe` in the file; the rules of its recipe are text."""
 
     rules: list[str]
     settings: RunSettings
@@ -245,7 +248,7 @@ class _Measurement(msgspec.Struct, kw_only=True):
 
 
 class _File(msgspec.Struct):
-    """What a session file holds, beside its version. Other entries are passed over."""
+    """The entries of a session file, apart from its version. Other entries are ignored."""
 
     model: str | None
     title: str
@@ -316,7 +319,7 @@ def _rules(recipe: Recipe) -> list[str]:
 
 
 def _recipe(rules: list[str]) -> Recipe:
-    """Raises UserError for a rule that can't be read."""
+    """Parse rules. Raises UserError for a rule that can't be parsed."""
     return Recipe.of(map(Rule.parse, rules))
 
 

@@ -1,6 +1,4 @@
-"""The tour: a step for each thing that one does with the program. A step waits for the key it teaches; all other keys work as
-ever.
-"""
+"""The tour: one step for each task of the program. A step waits for the key that it teaches; all other keys work as usual."""
 
 from __future__ import annotations
 
@@ -16,21 +14,24 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """words: what to press and why; `{undo}` stands for the key of the action of that name.
-
-    The step is done when one of `actions` was done (without any: when `window` is closed) and `done` holds, and `opens` is open.
-    It is over when `until` holds, too; that may take a while, and `meanwhile` says what is waited for. window: the step is about
-    this one, and where that is not open, the step that opens it comes again. unless: there is nothing left to do.
-    """
+    """A step of the tour. It waits for the user's action, and then, if `until` says so, for the engine."""
 
     words: str
+    """What to press and why. `{undo}` is replaced by the key of the action `undo`."""
     actions: tuple[str, ...] = ()
+    """The user has acted after one of these. If empty: after closing `window`."""
     window: str = ""
+    """The window in which the step takes place. While it is not open, the tour goes back to the step that opens it."""
     opens: str = ""
+    """The window that the action has to open."""
     done: Condition = lambda experiment: True
+    """What must hold right after the action for it to count."""
     until: Condition = lambda experiment: True
+    """What must hold before the next step."""
     meanwhile: str = ""
+    """The words to show between the action and the next step."""
     unless: Condition = lambda experiment: False
+    """The step is skipped if this holds."""
 
 
 def _is_cast(experiment: Experiment) -> bool:
@@ -49,7 +50,7 @@ def _is_scanned(experiment: Experiment) -> bool:
     return experiment.scan.finished and experiment.scan.report is not None
 
 
-_RUNS = "The model runs in float32 and as it is cast. The Drift pane compares what comes out."
+_RUNS = "The model now runs in float32 and with the cast. The Drift pane compares the outputs."
 STEPS = (
     Step(
         "A line is a module or a tensor: dtype, parameters, bytes, drift. Go to a layer with {move-next} and {move-previous}; "
@@ -57,7 +58,7 @@ STEPS = (
         ("open", "open-or-close"),
     ),
     Step(
-        "{cast-node-bfloat16} casts what the cursor is on to bfloat16: half the bytes. {cast-node-float16} is float16, "
+        "{cast-node-bfloat16} casts the node under the cursor to bfloat16: half the bytes. {cast-node-float16} casts to float16, "
         "{cast-node-stored} puts it back.",
         ("cast-node-bfloat16", "cast-node-float16"),
         done=_is_cast,
@@ -65,16 +66,18 @@ STEPS = (
         meanwhile=_RUNS,
     ),
     Step(
-        "Drift: the first line says what it means. SQNR is the output's error in dB; more is closer. {worst} goes to the module "
-        "that drifts most.",
+        "Drift: the first line says what it means. SQNR measures the output's error in dB; higher is closer. {worst} goes to the "
+        "module that drifts most.",
         ("worst",),
     ),
-    Step("{undo} takes the cast back, {redo} makes it again.", ("undo",)),
+    Step("{undo} undoes the cast, {redo} applies it again.", ("undo",)),
     Step(
-        "{cast} casts all that a pattern takes. The prompt begins with the node's name.", ("cast",), opens="CastPrompt"
+        "{cast} casts everything that a pattern matches. The prompt starts with the node's name.",
+        ("cast",),
+        opens="CastPrompt",
     ),
     Step(
-        "Tab makes the pattern more general; the tree lights up what it takes. Enter casts that.",
+        "Tab makes the pattern more general; the tree highlights what it matches. Enter casts that.",
         window="CastPrompt",
         done=_is_cast,
     ),
@@ -84,53 +87,51 @@ STEPS = (
         opens="ScanSetup",
         unless=_scan_has_begun,
     ),
+    Step("Enter scans in the marked dtypes.", window="ScanSetup", done=_scan_has_begun, unless=_scan_has_begun),
     Step(
-        "Enter scans in the dtypes that are marked.", window="ScanSetup", done=_scan_has_begun, unless=_scan_has_begun
-    ),
-    Step(
-        "The model is scanned; all keys work meanwhile. {help} shows every key.",
+        "The engine scans the model; all keys work meanwhile. {help} shows every key.",
         ("help",),
         opens="HelpScreen",
         until=_is_scanned,
-        meanwhile="Esc closes the help. The status line says how far the scan is; it goes on.",
+        meanwhile="Esc closes the help. The scan continues; the status line shows its progress.",
     ),
     Step(
-        "Esc closes the help. {optimise} opens the front: for each size the recipe with the least predicted drift.",
+        "Esc closes the help. {optimise} opens the Pareto front: the recipe with the least predicted drift for each size.",
         ("optimise",),
         opens="OptimiseScreen",
     ),
     Step(
-        "Left and Right walk along the front. Enter puts the point in force, with the rules that are listed, and measures it.",
+        "Left and Right walk along the front. Enter applies the point, with the rules that are listed, and measures it.",
         ("apply",),
         window="OptimiseScreen",
         until=_is_measured,
         meanwhile="Measured and predicted drift will stand side by side.",
     ),
     Step(
-        "Esc closes the front; the rules stay in force. {leave-with} leaves with something: a checkpoint, a recipe, a report.",
+        "Esc closes the front; the rules stay applied. {leave-with} saves a checkpoint, a recipe or a report.",
         ("leave-with",),
         opens="SaveScreen",
     ),
     Step(
-        "Down chooses the recipe, Enter writes it here: the rules, and what was measured. Esc writes nothing.",
+        "Down chooses the recipe, Enter writes it here: the rules and their measurement. Esc writes nothing.",
         window="SaveScreen",
     ),
     Step(
-        "That is all. {help} has every key, {quit} quits. `dtype-engine drift demo --recipe FILE` measures the recipe in a job.",
+        "That is all. {help} lists every key, {quit} quits. `dtype-engine drift demo --recipe FILE` measures it in a script.",
         ("quit",),
     ),
 )
 
 
 class Tour:
-    """Where in the tour somebody is. key_of: the key for an action by its name, as it stands on the keyboard."""
+    """The user's progress through the tour. key_of: returns the label of the key for an action, given the action's name."""
 
     def __init__(self, experiment: Experiment, key_of: Callable[[str], str]) -> None:
         self._experiment = experiment
         self._key_of = key_of
         self._acted = False
         self.index = 0
-        """Of the step in `STEPS`."""
+        """Index of the current step in `STEPS`."""
 
     @property
     def heading(self) -> str:
@@ -138,20 +139,20 @@ class Tour:
 
     @property
     def words(self) -> str:
-        """What the step says now."""
+        """The words of the current step, with the names of keys."""
         step = STEPS[self.index]
         words = step.meanwhile if self._acted and step.meanwhile else step.words
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
 
     def acted(self, action: str, window: str) -> None:
-        """This was done, by whatever key, command or click, and this window is open now ("" for none)."""
+        """Note an action of the user, whether by key, command or click. window: the window that is open now; "" for none."""
         step = STEPS[self.index]
         if name_of(action) in step.actions and window == (step.opens or window) and step.done(self._experiment):
             self._acted = True
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go on, or back, to the step that things are at."""
+        """Move on to the next step if the current one is complete, or back if its window is not open."""
         while self.index < len(STEPS) - 1:
             step = STEPS[self.index]
             if not step.actions and window != step.window and step.done(self._experiment):

@@ -1,1 +1,1 @@
-"""The app's widgets, one job a file."""
+"""The app's widgets, one per file."""

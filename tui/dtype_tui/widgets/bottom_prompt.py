@@ -1,4 +1,4 @@
-"""A line to type in, at the bottom of the main screen."""
+"""The base class of the prompts at the bottom of the main screen."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class BottomPrompt(Vertical):
-    """A docked line with a hint below it: what the text would do. Hidden until it is opened; of several, one is open at a time.
+    """An input line with a hint below it, which says what the text would do. Hidden until it is opened; only one prompt is open.
 
-    A subclass says in `typed` and `entered` what follows.
+    A subclass implements `typed` and `entered`.
     """
 
     DEFAULT_CSS = """
@@ -34,15 +34,15 @@ class BottomPrompt(Vertical):
 
     @dataclass
     class Previewed(Message):
-        """What the rule in the line would take; None while there is no rule in it."""
+        """Posted when the text has changed. preview: of the rule in the line; None if the text is not a rule."""
 
         preview: Preview | None
 
     def __init__(self, id: str, placeholder: str = "") -> None:
         super().__init__(id=id)
         self.field = LineInput(f"{id}-input", self.entered, self.typed, placeholder)
-        """The line itself."""
-        self.field.cursor_blink = False  # every blink goes over the wire
+        """The input line."""
+        self.field.cursor_blink = False  # every blink costs bytes on a slow connection
         self._focused_before: Widget | None = None
 
     def compose(self) -> ComposeResult:
@@ -50,11 +50,11 @@ class BottomPrompt(Vertical):
         yield Static(id=f"{self.id}-hint", markup=False)
 
     def typed(self, line: str) -> None:
-        """The text is another now."""
+        """Called with the text after each change of it."""
         raise NotImplementedError
 
     def entered(self, line: str) -> Awaitable[None] | None:
-        """Enter was pressed."""
+        """Called with the text when Enter is pressed."""
         raise NotImplementedError
 
     @property
@@ -62,8 +62,9 @@ class BottomPrompt(Vertical):
         return self.has_class("open")
 
     def show_with(self, text: str) -> None:
-        """Show the prompt with `text` in its line; keys go there. Another one that is open closes: both would stand in one place,
-        and keys would go from one that closes to the other.
+        """Show the prompt with `text` in its line, and focus the line.
+
+        Any other open prompt closes. Otherwise both would be in the same place, and one would return the focus to the other.
         """
         for other in self.screen.query(BottomPrompt):
             if other is not self and other.is_open:
@@ -75,11 +76,11 @@ class BottomPrompt(Vertical):
         self.screen.set_focus(self.field)
 
     def hint(self, words: Text) -> None:
-        """Replace the line below."""
+        """Replace the hint."""
         self.query_one(f"#{self.id}-hint", Static).update(words, layout=False)
 
     def close(self) -> None:
-        """Hide the prompt, and what it lit up in the tree; keys go where they went before."""
+        """Hide the prompt and its preview in the tree, and return the focus to the widget that had it before."""
         self.remove_class("open")
         self.screen.set_focus(self._focused_before)
         self.post_message(self.Previewed(None))

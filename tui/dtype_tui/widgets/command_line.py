@@ -1,4 +1,4 @@
-"""`:`, the command line: the recipe's own words, completed by Tab, with what was entered before on the arrow keys."""
+"""The `:` line for commands, with completion by Tab and a history on the arrow keys."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from dtype_tui.widgets.prompts import preview_words
 
 
 class CommandLine(BottomPrompt):
-    """A line for commands, checked while it is typed; a cast lights up what it would take."""
+    """A line for commands, which is checked while the user types. For `cast`, the tree highlights what the pattern matches."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("tab", "complete(1)", "Complete; again: the next that fits", priority=True, show=False),
-        Binding("shift+tab", "complete(-1)", "The completion before", priority=True, show=False),
-        Binding("up", "earlier(-1)", "What was entered before", priority=True, show=False),
-        Binding("down", "earlier(1)", "What was entered after that", priority=True, show=False),
+        Binding("tab", "complete(1)", "Complete; again: the next completion", priority=True, show=False),
+        Binding("shift+tab", "complete(-1)", "The previous completion", priority=True, show=False),
+        Binding("up", "earlier(-1)", "The previous line of the history", priority=True, show=False),
+        Binding("down", "earlier(1)", "The next line of the history", priority=True, show=False),
         Binding("escape", "cancel", "Leave", priority=True, show=False),
     ]
 
     def __init__(
         self, experiment: Experiment, completer: Completer, run: Callable[[Command, tuple[str, ...]], Awaitable[None]]
     ) -> None:
-        """`run` runs the command that was entered, with its arguments."""
+        """run: runs a command with its arguments when the line is entered."""
         super().__init__("command", "cast *.mlp bf16")
         self.experiment = experiment
         self.completer = completer
         self._run = run
         self.history: list[str] = []
-        """Lines that were submitted, the newest last, each once."""
+        """The entered lines, the newest last, without duplicates."""
         self._history_index = 0
         self._completions: list[str] = []
         self._completion = -1
-        """Index of the completion that stands in the line; -1 for none."""
+        """Index of the completion that is in the line; -1 if there is none."""
         self._completing = False
+        """Whether the program, not the user, is changing the text."""
 
     def open(self) -> None:
-        """Show the prompt, empty."""
+        """Show the prompt with an empty line."""
         self._history_index = len(self.history)
         self._drop_completions()
         self.show_with("")
@@ -67,7 +68,7 @@ class CommandLine(BottomPrompt):
         if not self._completions:
             return
         if len(self._completions) == 1:
-            # Nothing else fits: go on to the next word.
+            # A single completion is accepted at once, so the next word can follow.
             only = self._completions[0]
             command = self.completer.commands.get(only.split(" ")[0])
             more = command is not None and len(only.split(" ")) - 1 < len(command.arguments)
@@ -92,7 +93,7 @@ class CommandLine(BottomPrompt):
             self._explain(line)
 
     def _explain(self, line: str) -> None:
-        """What the line would do, or what may come next."""
+        """Show in the hint what the line would do, or what can come next."""
         shown: Preview | None = None
         words = Text(no_wrap=True, overflow="ellipsis")
         try:
@@ -118,7 +119,7 @@ class CommandLine(BottomPrompt):
         paths = command is not None and bool(command.arguments) and command.arguments[-1] in WITH_PATHS
         for index, completed in enumerate(completions):
             last = completed.rpartition(" ")[2]
-            if paths:  # the folders above it stand in the line already
+            if paths:  # the folders above it are already in the line
                 last = last[last.rstrip("/").rfind("/") + 1 :]
             words.append("  ")
             words.append(printable(last, 80), style="reverse" if index == self._completion else "dim")

@@ -1,4 +1,4 @@
-"""A line to type in."""
+"""An input line that calls back at once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from textual.widgets import Input
 
 
 class LineInput(Input):
-    """Textual's line, that calls back at once where Textual's posts messages: those come after the next key of a burst.
+    """Textual's input line with callbacks instead of messages, which would arrive only after the next key of a burst.
 
-    entered: called with the text by Enter. typed: called with the text after each change of it.
+    entered: called with the text when Enter is pressed. typed: called with the text after each change of it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        # As terminals name them that can tell alt+b from Escape and b; for others Textual knows the first two.
+        # For terminals that distinguish alt+b from Escape and b. For others, Textual has bindings for the first two.
         Binding("alt+b", "cursor_left_word", "Move cursor left a word", show=False),
         Binding("alt+f", "cursor_right_word", "Move cursor right a word", show=False),
         Binding("alt+d", "delete_right_word", "Delete right to start of word", show=False),
-        # As shells have it. Textual before 8.2 has no binding for it, and later versions delete to the right.
+        # As in shells. Textual before 8.2 has no binding for these keys, and later versions delete to the right.
         Binding("ctrl+backspace,alt+backspace", "delete_left_word", "Delete left to start of word", show=False),
     ]
 
@@ -45,9 +45,9 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line that has something in it, and say that the others are left out."""
+        """Insert the first line that is not blank, and notify the user if others are left out."""
         event.stop()
-        event.prevent_default()  # a message goes to Textual's method as well, after this one
+        event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]
         super()._on_paste(Paste(lines[0]) if lines else event)
         if len(lines) > 1:

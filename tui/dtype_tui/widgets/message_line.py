@@ -1,4 +1,4 @@
-"""The line with the last sentence that the app had to say."""
+"""The lines that show the latest message of the app."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _LEAST_LINES, _MOST_LINES = 2, 8
 
 
 class MessageLine(Static):
-    """In a window it takes lines of its own; on the main screen it stands over the end of the panes. So it covers neither keys nor
-    a window's words nor the cursor. With nothing to say it is not seen.
+    """Shows a message; hidden if there is none.
 
-    in_place: its lines are there, unseen, all the time: to come and go changes no layout, so nothing else is drawn again, unless a
-    sentence takes more lines or fewer than the one before.
+    In a window it has separate lines at the bottom; on the main screen it covers the end of the panes, but neither the keys nor the
+    cursor. in_place: for the main screen. The widget always keeps its place in the layout, so that nothing else is redrawn when it
+    appears or disappears, unless the number of its lines changes.
     """
 
     DEFAULT_CSS = """
@@ -36,13 +36,13 @@ class MessageLine(Static):
             self.display = False
 
     def show(self, said: Notification | None) -> None:
-        """Show what was said, as far as there is room for it, or nothing."""
+        """Show a message, truncated if it is too long; None hides the widget."""
         if said is not None:
             words = _MARKS.get(said.severity, "") + said.message
             if self._in_place and isinstance(self.parent, Widget):
                 words = self._fitted(
                     words, max(20, self.parent.size.width - 2)
-                )  # it has no size of its own while it is not seen
+                )  # the widget itself has no size while it is hidden
             self.update(Text(words, style="bold"))
         if self._in_place:
             self.visible = said is not None
@@ -50,7 +50,7 @@ class MessageLine(Static):
             self.display = said is not None
 
     def _fitted(self, words: str, width: int) -> str:
-        """The words, with an end put to them where they need more than the most lines; takes as many lines as they need."""
+        """Set the widget's height to the lines that the words need in `width` cells, and truncate the words at _MOST_LINES."""
         lines = textwrap.wrap(words, width)
         if len(lines) > _MOST_LINES:
             words = " ".join(lines[:_MOST_LINES])[: -len(_MORE)] + _MORE

@@ -1,7 +1,7 @@
-"""The module tree: dtype, parameters, bytes and drift of every node, one line each.
+"""The module tree: one line per node, with its dtype, parameters, bytes and drift.
 
-A list of visible rows on Textual's line API rather than its `Tree`: only the rows in sight are ever drawn, a cursor
-move repaints two lines, and children are made when a node opens, so 90 000 tensors are no different from 90.
+It uses Textual's line API rather than its `Tree`: only visible rows are drawn, a cursor move repaints two lines, and the rows of
+children are made when their node opens. So 90,000 tensors are as fast as 90.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ if TYPE_CHECKING:
     from dtype_tui.state.preview import Preview
 
 MOST_OPENED = 20_000
+"""The most modules that one key opens."""
 
 
 class ModuleTree(ScrollView, can_focus=True):
-    """The tree. Its keys move the cursor and open and close nodes; all other keys are the main screen's."""
+    """The tree widget. Its keys move the cursor and open and close nodes; the main screen handles all other keys."""
 
     HELP = "Every module and tensor: dtype (or the mix by bytes), parameters, bytes under the recipe, drift as SQNR."
 
@@ -66,7 +67,7 @@ class ModuleTree(ScrollView, can_focus=True):
             Binding("right,l", "open", "Open, or go to the first child", show=False),
             Binding("left,h", "close", "Close, or go to the parent", show=False),
             Binding("space", "open_or_close", "Open or close", show=False),
-            Binding("tab", "screen.next_pane", "Next pane, where they take turns", show=False),
+            Binding("tab", "screen.next_pane", "Next pane, if only one is shown", show=False),
             Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
             Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
             Binding("home,less_than_sign", "end(-1)", "First line", show=False),
@@ -83,7 +84,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @dataclass
     class Moved(Message):
-        """The cursor is on another node."""
+        """Posted when the cursor has moved. name: of the node that it is on."""
 
         name: str
 
@@ -120,12 +121,12 @@ class ModuleTree(ScrollView, can_focus=True):
         self._show_cursor()
 
     def sort_by(self, order: str) -> None:
-        """Children in one of `ORDERS`; the cursor stays on its node."""
+        """Sort children by one of `ORDERS`; the cursor stays on its node."""
         self.order = order
         self.rebuild()
 
     def hide(self, columns: frozenset[str]) -> None:
-        """Leave out these of `COLUMNS`."""
+        """Hide these of `COLUMNS`, and show the others."""
         self.hidden = columns
         self.refresh()
 
@@ -146,12 +147,12 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Light up what a rule would take."""
+        """Highlight the nodes that a rule would match; None removes the highlight."""
         self.preview = preview
         self.refresh_changed()
 
     def new_tree(self) -> None:
-        """Show another tree of the same model: what was open stays open."""
+        """Show the experiment's new tree of the same model. Open nodes stay open."""
         opened = self._opened
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
@@ -165,7 +166,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return self.rows[self.cursor]
 
     def move_to(self, index: int) -> None:
-        """Put the cursor on a row; only the two lines that change are painted again."""
+        """Put the cursor on a row, and repaint only the two lines that change."""
         index = max(0, min(index, len(self.rows) - 1))
         if index == self.cursor:
             return
@@ -176,7 +177,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.post_message(self.Moved(self.current.name))
 
     def go_to(self, name: str) -> bool:
-        """Put the cursor on a node by name, opening what is above it. False when there is no such node."""
+        """Put the cursor on the node of this name, and open the nodes above it. False if there is no such node."""
         if name not in self.experiment.tree.modules and self.experiment.tree.canonical(name) is None:
             return False
         self._opened.update(ancestors(name))
@@ -249,7 +250,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < depth), 0))
 
     def action_next_cast(self, step: int) -> None:
-        """Through the topmost nodes that are cast as a whole, in the model's order, round and round."""
+        """Go to the next or previous of the topmost nodes that are cast as a whole, cyclically and in the model's order."""
         nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
         if nodes:
             order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
@@ -269,7 +270,7 @@ class ModuleTree(ScrollView, can_focus=True):
             below.append(node.name)
             stack.extend(node.children.values())
         if stack:
-            self.app.notify(f"more than {MOST_OPENED:,} nodes below: go to a smaller one", markup=False)
+            self.app.notify(f"more than {MOST_OPENED:,} nodes below: go to a node with fewer", markup=False)
             return
         self._opened.update(below)
         self.rebuild()
@@ -292,7 +293,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Repaint only the visible lines that have changed: a measurement changes a few cells, not the screen."""
+        """Repaint only the visible lines that have changed, since a measurement changes only a few cells."""
         for y in range(self.size.height):
             painted = self._painted.get(y)
             if painted is not None and self._line(y) != painted:
@@ -314,7 +315,7 @@ class ModuleTree(ScrollView, can_focus=True):
             return Strip.blank(width, base)
         row = self.rows[index]
         state = RowState(
-            here=index == self.cursor,
+            under_cursor=index == self.cursor,
             lit=self._lit(row),
             match=row.name in self._match_set,
             opened=row.name in self._opened or bool(self.filter_text),
@@ -322,13 +323,13 @@ class ModuleTree(ScrollView, can_focus=True):
         strip = Strip(row_segments(self.experiment, row, columns, state)).adjust_cell_length(width, PLAIN)
         strip = strip.simplify().apply_style(base)
         if index == self.cursor:
-            # Dim colours, reversed, would be patches.
+            # Dim text would have a different background when it is reversed.
             over = CURSOR if self.has_focus else CURSOR_AWAY
             return Strip(Segment.apply_style(strip, over, BRIGHT), strip.cell_length)
         return strip
 
     def _base(self) -> Style:
-        """The theme's own colours; in the default theme the terminal's, which saves two fifths of the bytes of a page."""
+        """The style of the tree: the theme's colours. In the default theme the terminal's, which saves 40 % of a page's bytes."""
         if self.app.theme in IN_THE_TERMINALS_COLOURS:
             return PLAIN
         colours = self.rich_style

@@ -1,4 +1,4 @@
-"""Two prompts at the bottom: cast, with its live preview, and filter."""
+"""The prompts for casting by a pattern, with a live preview, and for filtering."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.tree_rows import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
+"""Seconds after the last key before the preview is computed."""
 
 
 class CastPrompt(BottomPrompt):
-    """`PATTERN=DTYPE`, filled with the node under the cursor. While it is typed, the hint says what it would take, and the tree
-    lights that up.
+    """The prompt for a rule `PATTERN=DTYPE`, which starts with the node under the cursor.
+
+    While the user types, the hint says what the rule would match, and the tree highlights it.
     """
 
     HELP = (
-        "Tab completes the name of a format that was begun; else it walks from the node itself to its kind: model.layers.3.mlp, "
+        "Tab completes the name of a format; otherwise it generalises the pattern from the node to its kind: model.layers.3.mlp, "
         "model.layers.*.mlp, *.mlp, type:LlamaMLP."
     )
 
@@ -42,7 +44,7 @@ class CastPrompt(BottomPrompt):
     ]
 
     def __init__(self, experiment: Experiment, cast: Callable[[Rule], None]) -> None:
-        """`cast` puts the rule in force that was entered."""
+        """cast: applies a rule when it is entered."""
         super().__init__("cast")
         self.experiment = experiment
         self._cast = cast
@@ -52,7 +54,7 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
         self._completions: list[str] = []
         self._completion = ""
-        """The line with the completion that stands in it."""
+        """The line after the last completion."""
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
@@ -62,8 +64,8 @@ class CastPrompt(BottomPrompt):
         """Show the prompt for a node."""
         module = self.experiment.tree.modules.get(node)
         steps = generalisations(node, module.class_name if module else None)
-        # Each is more general than the one before: where the first takes something, all do.
-        self._steps = steps if self._takes_something(steps[0]) else steps[:1]
+        # Every pattern is more general than the one before, so if the first matches something, all do.
+        self._steps = steps if self._matches_something(steps[0]) else steps[:1]
         self._step = 0
         self.show_with(self._rule_text)
 
@@ -72,7 +74,7 @@ class CastPrompt(BottomPrompt):
             self._timer.stop()
         super().close()
 
-    def _takes_something(self, pattern: str) -> bool:
+    def _matches_something(self, pattern: str) -> bool:
         return bool(preview(self.experiment.tree, self.experiment.plan.dtypes, Rule(pattern, dtypes.STORED)).tensors)
 
     @property
@@ -89,7 +91,7 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Put the name of a format that was begun behind `=`, or the next one; False where none was."""
+        """Complete the format's name after `=`, or go to the next completion; False if there is nothing to complete."""
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)
@@ -131,7 +133,7 @@ class CastPrompt(BottomPrompt):
             refused = str(error)
         if refused is not None:
             if self._timer is not None:
-                self._timer.stop()  # the preview would say less
+                self._timer.stop()  # the preview would replace the refusal, which says more
             self.hint(Text(f" {refused}", style="bold"))
             return
         self._dtype = line.rpartition("=")[2].strip()
@@ -148,37 +150,35 @@ def _is_target(text: str) -> bool:
 
 
 def preview_words(preview: Preview) -> str:
-    """`takes 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
+    """A preview in words: `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
         if preview.uncastable_count:
-            return f"takes nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"
-        return "takes nothing in this model"
+            return f"casts nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"
+        return "matches nothing in this model"
     count = len(preview.tensors)
     fused = f" · {preview.fused}" if preview.fused else ""
     return (
-        f"takes {count:,} tensor{'s' if count != 1 else ''} · {human_count(preview.elements)} parameters · "
+        f"matches {count:,} tensor{'s' if count != 1 else ''} · {human_count(preview.elements)} parameters · "
         f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{fused}"
     )
 
 
 class FilterPrompt(BottomPrompt):
-    """`/`: shows only the nodes whose names match, while the text is typed. Enter keeps the filter, Esc clears it."""
+    """The prompt that filters the tree by name while the user types. Enter keeps the filter, Esc clears it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Clear", priority=True, show=False)]
 
     def __init__(
         self, filter_by: Callable[[str], None], count: Callable[[], int], go_to_first: Callable[[], None]
     ) -> None:
-        """`filter_by` is called with the text as it is typed; `count` gives the number of nodes that it then lets through;
-        `go_to_first` is called when the filter is kept.
-        """
+        """filter_by: called with the text after each change. count: returns how many nodes match. go_to_first: called by Enter."""
         super().__init__("filter", "part of a name, or a glob")
         self._filter_by = filter_by
         self._count = count
         self._go_to_first = go_to_first
 
     def open(self, text: str) -> None:
-        """Show the prompt with the filter in force."""
+        """Show the prompt with the text of the current filter."""
         self.show_with(text)
         self._show_count()
 

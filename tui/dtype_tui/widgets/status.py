@@ -1,4 +1,4 @@
-"""The two lines at the bottom: what the engine does to which model, and the keys that are likely to come next."""
+"""The two lines at the bottom: what the engine is doing, and the keys that the user probably needs next."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ ALWAYS = "? help  q quit"
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool, width: int) -> str:
-    """Pairs of key and meaning for what is on the screen now, two spaces apart, the likeliest first: as many as fit `width`
-    cells, and always those for help and quitting. ended: there is no engine.
+    """Keys and their meaning for the current state, the most likely first: as many as fit into `width` cells.
+
+    The keys for help and quitting are always included. filtered: whether the tree is filtered. ended: whether there is no engine.
     """
     busy = working.busy
     if filtered:
@@ -51,8 +52,10 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
 def status_line(
     experiment: Experiment, doing: tuple[str, float | None, str], working: Activity, idle: str, width: int
 ) -> Text:
-    """What the engine does (`idle` while nothing), how far it is and how long it will take, its queue and what Esc does; at the
-    right what fits of model, class, device.
+    """The status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
+
+    At the right: the model, its class and its device, as far as they fit. doing: see `EngineLife.current_activity`. idle: the words
+    while the engine is idle.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
@@ -75,19 +78,20 @@ def status_line(
     where = printable(experiment.model.device or experiment.model.host, 40)
     parts = [part for part in (printable(experiment.model.title, 40), experiment.model.class_name, where) if part]
     while parts and line.cell_len + len(" · ".join(parts)) + 2 > width:
-        parts.pop(min(1, len(parts) - 1))  # the class goes first, then the device
+        parts.pop(min(1, len(parts) - 1))  # leave out the class first, then the device
     about = " · ".join(parts)
     line.append(" " * max(1, width - line.cell_len - len(about) - 1))
     line.append(about, style="dim")
     return line
 
 
-def _so_far(reading: PartialDrift, width: int, title: str) -> str:
-    """`KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences` beside the model's title in `width` cells. Where there is less room the figure
-    goes, which the Drift pane has as well, and then the title.
+def _so_far(partial: PartialDrift, width: int, title: str) -> str:
+    """The drift so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`, with room for the model's title within `width` cells.
+
+    With too little room the figure is left out, which the Drift pane also shows, and then the room for the title.
     """
-    whole = partial_text(reading)
-    extent = extent_text(reading.extent).split(",")[0] if not reading.output.nonfinite else whole
+    whole = partial_text(partial)
+    extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole
     return next(
         (words for words in (whole, extent) if len(words) + len(title) < width), extent if len(extent) < width else ""
     )

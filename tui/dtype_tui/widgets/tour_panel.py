@@ -1,4 +1,4 @@
-"""Some lines at the bottom of the main screen or of a window: what to press next, and why."""
+"""The panel of the tour at the bottom of the main screen or a window: what to press next, and why."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from textual.widgets import Static
 
 
 class TourPanel(Static):
-    """Takes its lines from what is above it, and covers nothing."""
+    """A panel that makes the widgets above it smaller, so that it covers nothing."""
 
     DEFAULT_CSS = """
     TourPanel { split: bottom; height: auto; border-top: solid $accent; border-title-color: $accent; padding: 0 1;
@@ -17,7 +17,7 @@ class TourPanel(Static):
         super().__init__(markup=False)
 
     def show(self, heading: str, words: str) -> None:
-        """Show this, if it says anything new: what is drawn again goes over the wire again."""
+        """Show this if it has changed. Every redraw costs bytes on a slow connection."""
         if self.border_title != heading:
             self.border_title = heading
         if self.content != words:

@@ -1,4 +1,4 @@
-"""How a line of the module tree looks: its columns, and the cells in them."""
+"""Draws the lines of the module tree: the widths of its columns, and the cells in them."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 COLUMNS = ("params", "bytes", "drift")
-"""Columns that can be left out; the name and the dtype are always there."""
-PLAIN = Style()  # never None: without colours Textual asks every segment for its style
+"""Columns that the user can hide. The name and the dtype are always shown."""
+PLAIN = Style()  # never None: without colours, Textual uses the style of every segment
 DIM = Style(dim=True)
 BRIGHT = Style(dim=False)
 CURSOR = Style(reverse=True)
 CURSOR_AWAY = Style(underline=True)
+"""The cursor's line while the tree does not have the focus."""
 _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""In place of a dtype: this piece of a cell says that values are lost."""
+"""Used in place of a dtype for the piece of a cell that says that values are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +54,10 @@ class Columns:
 def columns_for(
     width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False, compares: bool = False
 ) -> Columns:
-    """Column widths for a line of `width` cells: where it is narrow the mix of dtypes is shortened first, then the parameters and
-    the drift are left out, as they are for the column of a scan. Those in `hidden` are always left out. compares: with the drift
-    of another recipe, and the difference, beside the drift.
+    """Column widths for a line of `width` cells. In a narrow line, dtypes are shortened, and parameters and drift left out.
+
+    hidden: columns to leave out in any case. scanned: with a column of the scan's scores. compares: with a column for the drift
+    of the baseline and the difference from it.
     """
     scan = 13 if scanned and width >= 50 else 0
     compared = 15 if compares and width - scan >= 60 and "drift" not in hidden else 0
@@ -69,11 +71,13 @@ def columns_for(
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """Whether a row is under the cursor, lit up by a preview, a match of the filter, open."""
+    """How a row is shown."""
 
-    here: bool
+    under_cursor: bool
     lit: bool
+    """Whether a preview highlights it."""
     match: bool
+    """Whether its name matches the filter."""
     opened: bool
 
 
@@ -89,16 +93,16 @@ def heading(columns: Columns, scan: str = "") -> Strip:
     if columns.compared:
         text += f"{'P dB':>6}{'change':>8} "
     if columns.scan:
-        apart = "" if columns.drift else " "  # that column ends in blanks, the one of bytes does not
+        apart = "" if columns.drift else " "  # the drift column ends in blanks, but the bytes column does not
         text += f"{apart + truncate(scan, columns.scan - 1):>{columns.scan - 4}}"
     return Strip([Segment(text, DIM)])
 
 
 def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowState) -> list[Segment]:
-    """A row, cell by cell."""
-    twist, label, beside = _name(experiment, row, columns.name, state)
+    """The styled text of a row, cell by cell."""
+    twist, label, about = _name(experiment, row, columns.name, state)
     indent = "  " * row.depth
-    marker = "•" if state.lit else "❯" if state.here else " "
+    marker = "•" if state.lit else "❯" if state.under_cursor else " "
     style = _LIT if state.lit else _MATCH if state.match else _BOLD if row.depth == 0 else PLAIN
     segments = [Segment(f"{marker}{indent}{twist}", DIM if not state.lit else _LIT), Segment(label, style)]
     used = 1 + len(indent) + 2 + len(label)
@@ -108,10 +112,10 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
         if len(mark) > 2:
             segments.append(Segment(f"  {mark}", _LOST))
             used += 2 + len(mark)
-            beside = truncate(beside, columns.name - used - 2) if columns.name - used - 2 >= min(len(beside), 5) else ""
-    if beside:
-        segments.append(Segment(f"  {beside}", DIM))
-        used += 2 + len(beside)
+            about = truncate(about, columns.name - used - 2) if columns.name - used - 2 >= min(len(about), 5) else ""
+    if about:
+        segments.append(Segment(f"  {about}", DIM))
+        used += 2 + len(about)
     segments.append(Segment(" " * max(0, columns.name - used), PLAIN))
     segments += _dtype_segments(experiment, row, columns.dtype)
     if row.tensor is None:
@@ -139,7 +143,10 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
-    """(mark of an open node, name, text beside it): the class, the shape, what it is tied to."""
+    """(mark of an open or closed node, name, text after the name), within `width` cells.
+
+    The text after the name is the class or the shape, and the tensor that the node is tied to.
+    """
     width -= 2 * row.depth + 4
     if row.tensor is None:
         expandable = bool(row.module.children or row.module.tensors)
@@ -150,18 +157,18 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         totals = experiment.totals[row.name]
         elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        beside = " ".join(word for word in (failed, tied, kept, row.module.class_name) if word)
+        about = " ".join(word for word in (failed, tied, kept, row.module.class_name) if word)
     else:
         twist = "  "
         label = name_cell(row.label, width)
         shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
-        beside = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
+        about = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
     width -= len(label) + 2
-    return twist, label, name_cell(beside, width) if width >= min(len(beside), 5) else ""
+    return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """The dtype column: a node's mix, or `f32→bf16` of a tensor that a rule changed, and with which layers it shares a scale."""
+    """The dtype column: the mix of a module, or the cast of a tensor such as `f32→bf16`; then the layers that share its scale."""
     pieces: list[tuple[str, str]]
     weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
     shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""
@@ -196,21 +203,21 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
     return segments
 
 
-def _reading(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """The drift of a row's module; of the root, that of the output."""
+def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
+    """The drift of a row's module, or of the model's output for the root; None for a tensor."""
     if row.tensor is None and not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
     return experiment.results.modules.get(row.name) if row.tensor is None else None
 
 
 def _as_of_module(output: OutputDrift) -> ModuleDrift:
-    from dtype_engine.results.drift import ModuleDrift  # there is nothing to show of it at the first paint
+    from dtype_engine.results.drift import ModuleDrift  # the first paint does not need it
 
     return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """The SQNR under the recipe that is compared with, and how much more or less it is now."""
+    """The module's SQNR under the baseline recipe, and the change of the SQNR from there to the current recipe."""
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)
@@ -219,22 +226,22 @@ def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
     other = experiment.baseline_modules.get(row.name)
     if not row.name:
         other = _as_of_module(baseline.output)
-    now = _reading(experiment, row)
+    now = _drift(experiment, row)
     gain = sqnr_gain(now, other) if now is not None and other is not None else None
     change = "" if gain is None else f"{gain:+.1f}"
     return Segment(f"{drift_cell(other)[0]:>6}{change:>8} ".ljust(width), DIM)
 
 
 def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    reading = _reading(experiment, row)
-    number, drawn = drift_cell(reading)
+    drift = _drift(experiment, row)
+    number, drawn = drift_cell(drift)
     text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
-    bad = reading is not None and (reading.nonfinite > 0 or (reading.sqnr_db is not None and reading.sqnr_db < 20))
+    bad = drift is not None and (drift.nonfinite > 0 or (drift.sqnr_db is not None and drift.sqnr_db < 20))
     return Segment(f"{text:<{width}}", Style(bold=True, color="red") if bad else PLAIN)
 
 
 def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """The node's sensitivity in the dtype that the scan shows: figure and heat."""
+    """The node's score in the dtype that the scan shows, with its heat bar."""
     number, drawn, heat = experiment.scan.cell(row.name)
     colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
     return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))

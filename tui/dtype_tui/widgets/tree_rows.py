@@ -1,4 +1,4 @@
-"""Which rows the module tree has, and in which order: those of open nodes, or those that a filter lets through."""
+"""The rows of the module tree and their order: the rows of open nodes, or those that match a filter."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 ORDERS = ("model", "bytes", "drift")
-"""Of a node's children: as the model has them, the largest first, those that drift most first."""
+"""Orders of a node's children: the model's order, by bytes with the largest first, by drift with the worst first."""
 MOST_MATCHES = 1000
-"""Matches of a filter that are shown: nobody walks through more, and they come after every key."""
+"""The most matches of a filter that are shown. A user does not walk through more, and they are computed after every key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A visible line: a module, or one tensor of it (`tensor` set; `alias` when it is tied to a tensor elsewhere)."""
+    """A visible line of the tree: a module, or one of its tensors."""
 
     name: str
     depth: int
+    """How many nodes are above it."""
     module: Module
+    """The module itself, or the module that holds `tensor`."""
     tensor: TensorInfo | None = None
 
     @property
@@ -36,11 +38,12 @@ class Row:
 
     @property
     def alias(self) -> bool:
+        """Whether the row is a tensor that is tied to a tensor of another name."""
         return self.tensor is not None and self.tensor.name != self.name
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Names of the nodes that are open at first: from the root down to the first with several children, and one level more."""
+    """Names of the nodes that are open at the start: from the root to the first node with several children, and one level more."""
     node = tree.root
     opened = {""}
     while len(node.children) == 1 and not node.tensors:
@@ -52,7 +55,7 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]:
-    """The rows of open nodes, children in one of `ORDERS`."""
+    """The rows of all nodes whose ancestors are open. order: one of `ORDERS`."""
     rows: list[Row] = []
     stack: list[tuple[Module, int]] = [(experiment.tree.root, 0)]
     while stack:
@@ -65,7 +68,7 @@ def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]
 
 
 def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
-    """The rows of the nodes that match, and of their ancestors."""
+    """The rows of the matching nodes and of their ancestors."""
     shown: set[str] = {""}
     for name in matches:
         while name not in shown:
@@ -82,7 +85,7 @@ def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
 
 
 def matching(tree: Tree, text: str) -> list[str]:
-    """Names that contain `text` or match it as a glob, ignoring case; none for an empty text."""
+    """The names that contain `text` or match it as a glob, ignoring case; none for an empty text."""
     if not text:
         return []
     wanted = text.lower()
@@ -102,11 +105,11 @@ def _ordered(experiment: Experiment, node: Module, order: str) -> list[Module]:
     return children
 
 
-def _drift_key(reading: ModuleDrift | None) -> tuple[float, float]:
-    """Sorts the worst first; what was not measured comes last."""
-    if reading is None or reading.sqnr_db is None:
+def _drift_key(drift: ModuleDrift | None) -> tuple[float, float]:
+    """The sort key that puts the worst modules first and modules without a measurement last."""
+    if drift is None or drift.sqnr_db is None:
         return (0.0, math.inf)
-    return (-float(reading.nonfinite), reading.sqnr_db)
+    return (-float(drift.nonfinite), drift.sqnr_db)
 
 
 def _tensor_rows(node: Module, depth: int) -> list[Row]:

@@ -1,1 +1,1 @@
-"""The side panes: Drift, Memory, Recipe."""
+"""The side panes Drift, Memory and Recipe."""

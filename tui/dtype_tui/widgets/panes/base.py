@@ -1,4 +1,4 @@
-"""What the side panes have in common."""
+"""The base class of the side panes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
 
 class Pane(VerticalScroll, can_focus=False):
-    """A titled box around one text. `HELP` explains its words in the help screen."""
+    """A titled box around a text."""
 
     HELP = ""
+    """The explanation of the pane's terms in the help."""
 
     DEFAULT_CSS = """
     Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 0 0 1; height: auto;
@@ -37,8 +38,9 @@ class Pane(VerticalScroll, can_focus=False):
         yield Static(id=f"{self.id}-text", markup=False)
 
     def show(self, activity: str = "", node: str = "") -> None:
-        """Draw again where the text has changed. `activity` says in a few words what the engine does; `node` is the name of the
-        node under the cursor.
+        """Redraw the pane if its text has changed.
+
+        activity: what the engine is doing, in a few words; "" if it is idle. node: the name of the node under the cursor.
         """
         self._shown_for = (activity, node)
         if not self.is_mounted or not self.display:
@@ -47,7 +49,7 @@ class Pane(VerticalScroll, can_focus=False):
         console = self.app.console
         lines = console.render_lines(drawn, console.options.update(width=self.columns, height=None))
         if lines != self._shown:
-            as_high = len(lines) == len(self._shown)  # laying out the screen takes longer than drawing the text
+            as_high = len(lines) == len(self._shown)  # a new layout of the screen takes longer than drawing the text
             self._shown = lines
             self.query_one(Static).update(drawn, layout=not as_high)
 
@@ -60,5 +62,5 @@ class Pane(VerticalScroll, can_focus=False):
 
     @property
     def columns(self) -> int:
-        """Width of a line of text, in cells: the same with a scrollbar as without, which has a cell of its own."""
+        """The width of the text in cells. One cell is reserved for a scrollbar, so the width does not depend on it."""
         return max(20, self.size.width - 1)

@@ -38,23 +38,23 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
 
 _LABEL_WIDTH = len("perplexity")
-"""Of the longest label."""
+"""The length of the longest label."""
 
 
 class DriftPane(Pane):
-    """How far the output is from the float32 reference, for the recipe in force alone."""
+    """Shows how far the output under the current recipe is from the float32 reference."""
 
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
-        "KL is nats per position, ± its standard error; so far: how far that over all inputs may be. "
-        "Same top: share of positions whose likeliest token is the same. "
+        "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
+        "Same top: share of positions at which the most likely token is the same. "
         "Modules are compared in about a quarter of the sequences; m compares them in all. "
-        "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
-        "two; a drift no larger is noise. "
+        "Floor: the drift of the reference against itself, under another attention implementation and in a batch of "
+        "two; a drift that is not larger is noise. "
         + HELP_MEANING
-        + " Causes (d): each module with weights is run as cast by itself, all else as the "
-        "reference; its share is the drift of the output then over that of the whole recipe. Shares need not add up to "
-        "100 %: errors interact, and the rounding of sums and activations between modules belongs to none. "
+        + " Causes (d): the model runs with the casts of one module at a time, and everything else as in the reference; a module's "
+        "share is the drift of that output relative to the drift of the whole recipe. Shares need not add up to "
+        "100 %: errors interact, and the rounding of sums and activations between modules belongs to no module. "
         + HELP_LOSSES
     )
 
@@ -72,7 +72,7 @@ class DriftPane(Pane):
             if not experiment.model.live:
                 return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
             if results.partial_drift is not None:
-                return self._partial(results.partial_drift, under_way=bool(activity))
+                return self._partial(results.partial_drift, running=bool(activity))
             worst = results.worst_modules(5)
             words = activity or ("Stopped before the end: press m." if worst else "Not measured: press m.")
             text = Text(words, style="dim")
@@ -88,7 +88,7 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the lost values first: they are known before the drift, and also where there will be none."""
+        """Put the lost values before the text, since they are known before the drift, and even if there will be none."""
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
@@ -98,14 +98,14 @@ class DriftPane(Pane):
         losses = results.losses
         return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
-    def _partial(self, reading: PartialDrift, under_way: bool) -> Table:
-        """The figures of a measurement that is under way, or was stopped."""
+    def _partial(self, partial: PartialDrift, running: bool) -> Table:
+        """The figures of a measurement that is running, or was stopped."""
         grid = PlainTable.labelled(gap=1)
-        words = extent_text(reading.extent)
-        grid.add_row("so far" if under_way else "stopped at", Text(words, style="bold"))
-        self._add_figures(grid, reading.output, reading.extent)
-        if not under_way:
-            grid.add_row("m", "goes on to the end")
+        words = extent_text(partial.extent)
+        grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
+        self._add_figures(grid, partial.output, partial.extent)
+        if not running:
+            grid.add_row("m", "measures the rest")
         return self._with_worst(grid)
 
     def _report(self, report: DriftReport) -> Table:
@@ -136,23 +136,23 @@ class DriftPane(Pane):
         return self._with_worst(grid, after)
 
     def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
-        """Add what is known of the output, over all inputs or some, beside the figures of the recipe that is compared with."""
+        """Add the figures of the output over the inputs in `extent`, next to those of the baseline, if there is one."""
         base = self.experiment.baseline
         if base is not None:
             grid.add_row("P", Text(f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}", style="dim"))
         grid.add_row(
-            "SQNR", _beside(sqnr_text(output, extent), decibels(base.output.sqnr_db) if base else None, "bold")
+            "SQNR", _with_baseline(sqnr_text(output, extent), decibels(base.output.sqnr_db) if base else None, "bold")
         )
         for label, words in self._loss_rows():
             grid.add_row(label, Text(words, style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
-        grid.add_row("max |Δ|", _beside(f"{output.max_abs:.4e}", f"{base.output.max_abs:.1e}" if base else None))
+        grid.add_row("max |Δ|", _with_baseline(f"{output.max_abs:.4e}", f"{base.output.max_abs:.1e}" if base else None))
         grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
         if output.kl_mean is not None and not math.isnan(output.kl_mean):
             if base is not None and base.output.kl_mean is not None:
-                kl = _beside(f"{output.kl_mean:.3e}", f"{base.output.kl_mean:.1e} nats", "bold")
+                kl = _with_baseline(f"{output.kl_mean:.3e}", f"{base.output.kl_mean:.1e} nats", "bold")
             else:
                 kl = Text(f"{kl_text(output, extent)} nats", style="bold")
             grid.add_row("KL mean", kl)
@@ -164,13 +164,14 @@ class DriftPane(Pane):
         if output.top1_agreement is not None:
             top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
             other_top = base.output.top1_agreement if base is not None else None
-            grid.add_row("same top", _beside(top1, f"{100 * other_top:.2f}" if other_top is not None else None))
+            grid.add_row("same top", _with_baseline(top1, f"{100 * other_top:.2f}" if other_top is not None else None))
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
 
     def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
-        """Add the modules that drift most, beside their label or, where their names need it, over the pane's width; then the rows
-        `after` them.
+        """Add the modules that drift most, next to their label or, if their names are too long, over the full width of the pane.
+
+        after: rows to add after them.
         """
         worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
         labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1
@@ -191,21 +192,21 @@ class DriftPane(Pane):
         whole = PlainTable.grid()
         for part in (grid, Text("\n").join(worst_lines_or_longer(worst, self.columns, others)), below):
             if isinstance(part, Table):
-                part.columns[0].min_width = _LABEL_WIDTH  # the labels of both stand below each other
+                part.columns[0].min_width = _LABEL_WIDTH  # aligns the labels of both tables
             whole.add_row(part)
         return whole
 
 
-def _beside(words: str, compared: str | None, style: str = "") -> Text:
-    """A figure, and that of the recipe that is compared with."""
+def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
+    """A figure, and the same figure of the baseline recipe, if there is one."""
     text = Text(words, style=style)
-    if compared is not None:
-        text.append(f"  P {compared}", style="not bold dim")
+    if baseline is not None:
+        text.append(f"  P {baseline}", style="not bold dim")
     return text
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add the operation that makes values infinite or NaN, and the rule that a key applies against it."""
+    """Add the operation that produces infinite or NaN values, and the rule that prevents it, which a key applies."""
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)

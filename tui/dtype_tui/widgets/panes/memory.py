@@ -1,4 +1,4 @@
-"""The Memory pane: bytes of the checkpoint, the plan, the live tensors and the process."""
+"""The Memory pane: bytes of the checkpoint, of the plan, of the live tensors and of the process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dtype_tui.widgets.panes.base import Pane
 
 
 class MemoryPane(Pane):
-    """Bytes: of the checkpoint, of the plan, of the live tensors, of the process."""
+    """Shows the bytes of the checkpoint, of the plan, of the live tensors and of the process."""
 
     HELP = (
-        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once; "
-        "percentages are shares of these bytes, and more or less than stored. "
-        "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
-        "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
-        "measurement began. kept: outputs of modules, which the next measurement need not run for again, and the most they may "
-        "be (--keep); they are a part of the process or, where the model is there, of the device."
+        "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
+        "percentages are shares of these bytes, or the change from stored. "
+        "resident: all tensors of the live model now. process: the resident set; anonymous is the process's private memory, mapped "
+        "are pages of the checkpoint's files, which the system can reclaim. peak: of the process since the last "
+        "measurement began. kept: outputs of modules that the next measurement reuses, and their limit (--keep); they "
+        "are part of the process or, if the model is on a device, of the device."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
         experiment = self.experiment
-        plan, reading = experiment.plan, experiment.memory
+        plan, memory = experiment.plan, experiment.memory
         if experiment.model.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
         grid = PlainTable.labelled(gap=1)
@@ -36,31 +36,33 @@ class MemoryPane(Pane):
         if experiment.baseline is not None:
             grid.add_row("P planned", human_bytes(experiment.baseline.planned_bytes))
         grid.add_row("by bytes", self._mix())
-        if reading is None:
+        if memory is None:
             return grid
-        if reading.resident_bytes is not None:
-            devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in reading.resident_by_device if size)
-            grid.add_row("resident", devices or human_bytes(reading.resident_bytes))
-        if reading.rss_bytes is not None:
-            peak = f", peak {short_bytes(reading.peak_rss_bytes)}" if reading.peak_rss_bytes is not None else ""
-            grid.add_row("process", f"{short_bytes(reading.rss_bytes)}{peak}")
-            if reading.anonymous_bytes is not None:
-                grid.add_row("anonymous", human_bytes(reading.anonymous_bytes))
-            if reading.mapped_bytes is not None:
-                grid.add_row("mapped", f"{human_bytes(reading.mapped_bytes)} of the checkpoint")
-        if reading.kept_bytes is not None:
-            most = f" of {short_bytes(reading.kept_budget_bytes)}" if reading.kept_budget_bytes is not None else ""
-            grid.add_row("kept", f"{human_bytes(reading.kept_bytes)}{most}: outputs")
-        if reading.device_allocated_bytes is not None:
+        if memory.resident_bytes is not None:
+            devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.resident_by_device if size)
+            grid.add_row("resident", devices or human_bytes(memory.resident_bytes))
+        if memory.rss_bytes is not None:
+            peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
+            grid.add_row("process", f"{short_bytes(memory.rss_bytes)}{peak}")
+            if memory.anonymous_bytes is not None:
+                grid.add_row("anonymous", human_bytes(memory.anonymous_bytes))
+            if memory.mapped_bytes is not None:
+                grid.add_row("mapped", f"{human_bytes(memory.mapped_bytes)} of the checkpoint")
+        if memory.kept_bytes is not None:
+            most = f" of {short_bytes(memory.kept_budget_bytes)}" if memory.kept_budget_bytes is not None else ""
+            grid.add_row("kept", f"{human_bytes(memory.kept_bytes)}{most}: outputs")
+        if memory.device_allocated_bytes is not None:
             grid.add_row(
                 "device",
-                f"allocated {human_bytes(reading.device_allocated_bytes)}, reserved "
-                f"{human_bytes(reading.device_reserved_bytes or 0)}, peak {human_bytes(reading.device_peak_bytes or 0)}",
+                f"allocated {human_bytes(memory.device_allocated_bytes)}, reserved "
+                f"{human_bytes(memory.device_reserved_bytes or 0)}, peak {human_bytes(memory.device_peak_bytes or 0)}",
             )
         return grid
 
     def _mix(self) -> Text:
-        """The planned bytes as a bar, a stretch of its own for each dtype; the full width stands for the stored bytes."""
+        """The planned bytes as a bar with a section for each dtype, and a legend. The full width is the stored bytes, or planned
+        bytes if they are more.
+        """
         shares = self.experiment.totals[""].mix()
         plan = self.experiment.plan
         width = max(10, self.columns - 12)
@@ -73,7 +75,7 @@ class MemoryPane(Pane):
             text.append("█▓▒░"[min(index, 3)] * cells, style=colour(dtype))
             drawn += cells
         text.append("·" * max(0, width - drawn), style="dim")
-        used = width  # the legend starts on a line of its own, and none of its entries is broken
+        used = width  # the legend starts on a new line, and no entry is wrapped
         for index, (dtype, share) in enumerate(shares):
             entry = f" {dtypes.short_name(dtype)} {percent(share)} %"
             fits = used + 3 + len(entry) <= width

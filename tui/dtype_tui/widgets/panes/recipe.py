@@ -1,4 +1,4 @@
-"""The Recipe pane: the rules in force, and those that decide the node under the cursor."""
+"""The Recipe pane: the rules of the current recipe, and those that decide the node under the cursor."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dtype_tui.widgets.panes.base import Pane
 
 
 class RecipePane(Pane):
-    """The rules in order, and which of them decide the node under the cursor."""
+    """Shows the rules in order, and which of them decide the node under the cursor."""
 
     HELP = (
-        "Rules in the order they were made, with the number of tensors each takes; the last that matches wins. "
-        "Below: what decided the node under the cursor."
+        "Rules in the order in which they were made, with the number of tensors that each matches; the last rule that matches "
+        "wins. Below: the rules that match the node under the cursor."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -39,7 +39,7 @@ class RecipePane(Pane):
             if index in plan.too_slow:
                 text.append("\n   ⚠ takes too long to match", style="bold")
             elif index in plan.unmatched:
-                text.append("\n   ⚠ takes nothing in this model", style="bold")
+                text.append("\n   ⚠ matches nothing in this model", style="bold")
             elif index in plan.pending_classes:
                 text.append("\n   waits for the model's classes", style="dim")
             else:

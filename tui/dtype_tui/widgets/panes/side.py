@@ -1,4 +1,4 @@
-"""The three panes side by side or behind tabs. Each draws the experiment and keeps no state of its own."""
+"""The three side panes, one above the other or behind tabs. They draw the experiment and keep no state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SidePanes(Vertical):
-    """The panes: one above the other where they fit, else one at a time below a line of tabs."""
+    """The panes, one above the other if they fit, otherwise one at a time below a line of tabs."""
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
@@ -53,7 +53,7 @@ class SidePanes(Vertical):
         self._mark()
 
     def next_pane(self) -> None:
-        """Bring the next pane to the front, where the terminal is too narrow for all."""
+        """Show the next pane, if the terminal is too narrow for all."""
         self._active = (self._active + 1) % len(self.panes)
         self._mark()
 
