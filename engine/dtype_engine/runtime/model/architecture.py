@@ -46,6 +46,8 @@ class Architecture:
     model_class: Any
     config: Any
     notices: tuple[str, ...] = ()
+    trust_remote_code: bool = False
+    """Whether the code that comes with the checkpoint may run."""
 
 
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
@@ -60,7 +62,7 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     made = _configuration(transformers, model_class, folder, options)
     if not options.trust_remote_code:
         notices += without_foreign_kernels(made, config, printable(folder.name, 100))
-    return Architecture(model_class, made, notices)
+    return Architecture(model_class, made, notices, options.trust_remote_code)
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
@@ -68,10 +70,10 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
     can't be made, or is not that of these tensors.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    maker = getattr(chosen.model_class, "from_config", None) or chosen.model_class
+    auto = getattr(chosen.model_class, "from_config", None)
     config = without_quantization(chosen.config)
     with _few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
-        module = maker(config)
+        module = auto(config, trust_remote_code=chosen.trust_remote_code) if auto else chosen.model_class(config)
     if not isinstance(module, nn.Module):
         raise NoForward(f"{folder}: {chosen.model_class.__name__} is no model")
     placements = map_names(module, checkpoint.weights)
@@ -134,9 +136,7 @@ def _model_class(
         if (model_class := _class_named(transformers, name)) is not None:
             return model_class, notices
     if auto_map and options.trust_remote_code:
-        keys = auto_map if isinstance(auto_map, dict) else {}
-        auto = next((key for key in ("AutoModelForCausalLM", "AutoModel") if key in keys), "AutoModel")
-        return getattr(transformers, auto), notices
+        return getattr(transformers, _auto_class(transformers, auto_map, named)), notices
     if known:
         return transformers.AutoModel, (*notices, _backbone(transformers, str(model_type), named))
     unknown = ", ".join(map(printable, named)) or config.get("_class_name") or model_type or "none"
@@ -144,6 +144,15 @@ def _model_class(
         f"{folder}: no forward pass, because transformers {transformers.__version__} does not know the architecture "
         f"named in config.json ({printable(str(unknown), 200)})"
     )
+
+
+def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
+    """The auto class under which `auto_map` has the class that `architectures` names, else one for the model with its head."""
+    keys = auto_map if isinstance(auto_map, dict) else {}
+    models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
+    by_name = [key for key in models if str(keys[key]).rpartition(".")[2] in named]
+    usual = [key for key in ("AutoModelForCausalLM", "AutoModel") if key in models]
+    return next(iter((*by_name, *usual, *models)), "AutoModel")
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -48,6 +48,28 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     return type(model_class.__name__, (model_class,), same)
 
 
+@contextmanager
+def without_questions() -> Iterator[None]:
+    """While the block runs, transformers raises ValueError where it would ask on standard input whether a model's code may run.
+
+    Without `TIME_OUT_REMOTE_CODE`, the seconds that it waits for an answer: no change.
+    """
+    try:
+        from transformers import dynamic_module_utils
+    except ImportError:
+        yield
+        return
+    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", None)
+    if seconds is None:
+        yield
+        return
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.model.hf_private import implementation, set_implementation
+from dtype_engine.runtime.model.hf_private import implementation, set_implementation, without_questions
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -25,16 +25,18 @@ _DEEPEST = 20
 
 @contextmanager
 def offline(download: bool) -> Iterator[None]:
-    """huggingface_hub raises instead of reaching the network while the block runs, unless `download` was asked for.
+    """While the block runs, huggingface_hub raises instead of reaching the network, unless `download` is set, and transformers
+    raises instead of asking on standard input whether a model's code may run.
 
-    It takes its environment variable (HF_HUB_OFFLINE) once, as it is imported, into the constant that all of it goes by.
+    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) once, when it is imported, into the constant set here.
     """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not download
     try:
-        yield
+        with without_questions():
+            yield
     finally:
         constants.HF_HUB_OFFLINE = before
 

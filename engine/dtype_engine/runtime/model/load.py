@@ -30,6 +30,7 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
+from dtype_engine.runtime.model.constructed_buffers import construct_buffers
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
@@ -183,11 +184,12 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
             raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {reason(error)}") from error
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
+        of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
     module.requires_grad_(False)
     placements = placements or map_names(module, checkpoint.weights)
     _restore_stored(module, checkpoint, restorable(checkpoint, placements))
     quantized, packed = _restore_quantized(module, checkpoint, placements)
-    notices = [*checkpoint.notices, *chosen.notices]
+    notices = [*checkpoint.notices, *chosen.notices, *of_buffers]
     if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
