@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 
 from dtype_engine.core.text import printable
@@ -31,13 +28,13 @@ def one_of_each_shape(inputs: Inputs) -> list[Batch]:
         return list(inputs.batches[:1])
     by_shape: dict[object, Batch] = {}
     for batch in inputs.batches:
-        by_shape.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(batch)), batch)
+        by_shape.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.named_tensors()), batch)
     return list(by_shape.values())
 
 
 def _row(batch: Batch) -> InputBatch:
     tensors = tuple(
-        InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named_tensors(batch)
+        InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in batch.named_tensors()
     )
     text = printable(" ".join(batch.text[: 2 * _SHOWN].split()), _SHOWN) if batch.text else None
     if batch.about and text:
@@ -45,25 +42,6 @@ def _row(batch: Batch) -> InputBatch:
     else:
         description = batch.about or text or ", ".join(tensor.name for tensor in tensors) or "nothing"
     return InputBatch(description, _positions(batch), tensors)
-
-
-def named_tensors(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a call with its argument's name: positional ones by their index, nested ones with a dot."""
-    for index, value in enumerate(batch.args):
-        yield from _tensors(f"argument {index}", value)
-    for name, value in batch.kwargs.items():
-        yield from _tensors(name, value)
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(f"{name}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors(f"{name}.{index}", item)
 
 
 def _positions(batch: Batch) -> int | None:

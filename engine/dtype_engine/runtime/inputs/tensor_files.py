@@ -18,6 +18,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits
+from dtype_engine.runtime.model.containers import named_tensors_in
 from dtype_engine.runtime.model.live import LiveModel
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
@@ -124,9 +125,8 @@ def _checked(path: Path, value: Any) -> Any:
     if not calls:
         raise UserError(f"{path} has no tensors")
     for call in calls:
-        parts = call.values() if isinstance(call, dict) else call if isinstance(call, tuple) else [call]
         named = not isinstance(call, dict) or all(isinstance(key, str) for key in call)
-        if not parts or not named or not any(isinstance(part, torch.Tensor) for part in parts):
+        if not isinstance(call, (dict, tuple, torch.Tensor)) or not named or not any(named_tensors_in("", call)):
             raise UserError(
                 f"{path} holds a {type(call).__name__} without tensors: a call is a dictionary by argument, a tuple, or a tensor"
             )

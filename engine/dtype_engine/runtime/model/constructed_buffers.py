@@ -1,7 +1,7 @@
 """Non-persistent buffers of a model that brings its own code, which no file holds.
 
-`from_pretrained` makes a model without data and allocates such buffers afterwards; only the classes of transformers itself are sure
-to fill them. Elsewhere they may hold whatever was in memory (transformers issue 48892), so the class's constructor makes them again.
+`from_pretrained` makes a model without data and allocates such buffers afterwards. Only the classes of transformers itself are sure
+to fill them; in others they may hold whatever was in memory (transformers issue 48892), so their constructor makes them again.
 """
 
 from __future__ import annotations

@@ -156,7 +156,9 @@ def test_the_command_runs_trusted_code_without_a_question(tmp_path: Path, capsys
 
 def test_code_that_loads_other_code_is_refused_without_a_question(tmp_path: Path) -> None:
     other = custom(tmp_path / "other", "Other")
-    folder = custom(tmp_path / "toy", "Nested", f"__import__('transformers').AutoConfig.from_pretrained({str(other)!r})")
+    folder = custom(
+        tmp_path / "toy", "Nested", f"__import__('transformers').AutoConfig.from_pretrained({str(other)!r})"
+    )
     with pytest.raises(de.UserError, match="set the option 'trust_remote_code=True'"):
         opened(folder)
     assert transformers.dynamic_module_utils.TIME_OUT_REMOTE_CODE > 0
