@@ -72,7 +72,7 @@ class BlockWork:
         scales = self._scales(values, spare)
         torch.div(self._in_blocks(values), scales.effective[:, None, :, None], out=self._in_blocks(scaled))
         if self.element.kind == "int":
-            self._round_to_int(scaled, scales.zero, units)
+            self._round_to_int(scaled, scales, units)
         else:
             scaled.clamp_(-self.element.max, self.element.max)
             if self.element.bits < 8:
@@ -97,7 +97,7 @@ class BlockWork:
     def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:
         if self.blocks.zero_points:
             low, high = self._in_blocks(values).amin(dim=(1, 3)), self._in_blocks(values).amax(dim=(1, 3))
-            if not bool(torch.isfinite(high - low).all()):
+            if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
                 finite = self._in_blocks(torch.nan_to_num(values, 0.0, 0.0, 0.0))
                 low, high = finite.amin(dim=(1, 3)), finite.amax(dim=(1, 3))
             return grouped_ints.asymmetric(low.clamp_(max=0), high.clamp_(min=0), self.element)
@@ -119,16 +119,20 @@ class BlockWork:
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
-    def _round_to_int(self, scaled: torch.Tensor, zero: torch.Tensor | None, units: torch.Tensor) -> None:
+    def _round_to_int(self, scaled: torch.Tensor, scales: Scales, units: torch.Tensor) -> None:
         least, most = grouped_ints.code_range(self.element)
         _drop_nan(scaled)
-        if zero is None:
+        if scales.zero is None:
             torch.round(scaled.clamp_(least, most), out=units)
-            return
-        shift = zero.to(torch.float32)[:, None, :, None]
-        self._in_blocks(scaled).add_(shift)
-        torch.round(scaled.clamp_(least, most), out=units)
-        self._in_blocks(units).sub_(shift)
+        else:
+            shift = scales.zero.to(torch.float32)[:, None, :, None]
+            self._in_blocks(scaled).add_(shift)
+            torch.round(scaled.clamp_(least, most), out=units)
+            self._in_blocks(units).sub_(shift)
+        if (limit := grouped_ints.code_limit(scales, self.element)) is not None:
+            bound = limit[:, None, :, None]
+            blocks = self._in_blocks(units)
+            torch.maximum(torch.minimum(blocks, bound, out=blocks), -bound, out=blocks)
 
 
 def _drop_nan(values: torch.Tensor) -> None:

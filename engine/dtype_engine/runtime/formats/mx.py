@@ -9,7 +9,8 @@ beyond what its rule allows:
 - `even`: m rounds up to 2 in the element's own mantissa, half to even (Quark, torchao's EVEN; MXFP6 of compressed-tensors);
 - `compressed-tensors`: m >= 1.75, for e2m1 and e4m3 alike (what llm-compressor writes and vLLM loads).
 
-A block of zeros has the byte 0.
+A block of zeros has the byte 0. No exponent is so large that the largest element times the scale is infinite in float32: a larger
+|value| saturates at `largest`, where other programs have an infinity.
 """
 
 from __future__ import annotations
@@ -25,17 +26,27 @@ from dtype_engine.runtime.formats.scales import Scales
 _MANTISSA = 23
 """Bits of float32's mantissa."""
 _LARGEST = 254
-"""255 is NaN."""
+"""The byte of 2^127, the exponent of float32's largest values. 255 is NaN."""
 
 
 def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
     """The scales of blocks whose largest |value| is `amax`, float32, finite; stored as uint8."""
-    highest = math.frexp(element.max)[1] - 1
+    highest = _exponent(element)
     bits = amax.contiguous().view(torch.int32) + _carry(element, rule)
-    exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST)
+    exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST - highest)
     # The bits of 2^-127, which is no normal float32.
     powers = torch.where(exponents == 0, 1 << (_MANTISSA - 1), exponents << _MANTISSA).view(torch.float32)
     return Scales(powers, exponents.to(torch.uint8))
+
+
+def largest(element: DType) -> float:
+    """The largest |value| that a weight keeps under such scales, where larger ones saturate."""
+    return math.ldexp(element.max, _LARGEST - 127 - _exponent(element))
+
+
+def _exponent(element: DType) -> int:
+    """The exponent of the element's largest value."""
+    return math.frexp(element.max)[1] - 1
 
 
 def _carry(element: DType, rule: ScaleRule) -> int:

@@ -1,7 +1,8 @@
 """NVFP4: e2m1 in blocks of 16, a scale in e4m3 for each, and one float32 for the tensor.
 
 As compressed-tensors has it: the tensor's is g = 1 / amax(tensor) * (448 * 6), by which is divided; a block's is
-e4m3(amax(block) / 6 * g), never zero (then it is 0.125); an element is e2m1(w / (s / g)), and stands for that times s / g.
+e4m3(amax(block) / 6 * g), never zero (then it is 0.125); an element is e2m1(w / (s / g)), and stands for that times s / g. g is
+never so small that the largest of these is infinite in float32.
 """
 
 from __future__ import annotations
@@ -9,17 +10,21 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.formats.scales import Scales
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 
 _ELEMENT = dtypes.BY_NAME["nvfp4"].max
 _SCALE = dtypes.BY_NAME["float8_e4m3fn"].max
 _FOR_ZERO = 0.125
+_LEAST = _SCALE * _ELEMENT / FLOAT32_MAX * (1 + 2**-22)
+"""The smallest scale of a tensor: rounded up by two bits of float32, so that neither division rounds the largest value up to
+infinity.
+"""
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
     """The scale of a tensor, or of several that share it, by its largest |value|: float32, 0-d. 1 where it would be infinite."""
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
-    return torch.where(torch.isfinite(scale), scale, 1.0)
+    return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:

@@ -22,7 +22,8 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks
 from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, parallel_map, row_slices
-from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX
+from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -157,9 +158,10 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
-    if not _is_finite(before):
+    limit = saturates_beyond(dtype)
+    if not _is_within(before, limit):
         # The codes are made from float32 values, which may be infinite where those before are not.
-        saturated = int(torch.isinf(before.to(torch.float32)).sum())
+        saturated = int((before.to(torch.float32).abs() > limit).sum())
         nonfinite = before.numel() - int(torch.isfinite(before).sum())
         vanished -= count_zeroed_nan(before, dtype) if zeros else 0
     if 0 < width <= zeros:
@@ -172,6 +174,15 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether all values are finite in float32. Also False where only their sum is not, so that they are looked at one by one."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
+
+
+def _is_within(values: torch.Tensor, limit: float) -> bool:
+    """Whether no |value| is beyond the limit and none is NaN. Also False where there may be such values, so that they are looked at
+    one by one.
+    """
+    if limit == FLOAT32_MAX:
+        return _is_finite(values)
+    return float(torch.maximum(values.amax(), -values.amin())) <= limit
 
 
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:

@@ -30,7 +30,13 @@ from dtype_engine.runtime.formats.row_blocks import (
 )
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
-from dtype_engine.runtime.numerics.quantize import Workspace, amax_to_scale, dequantize_block, quantize_block
+from dtype_engine.runtime.numerics.quantize import (
+    Workspace,
+    amax_to_scale,
+    dequantize_block,
+    quantize_block,
+    saturates_beyond,
+)
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
@@ -142,13 +148,14 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
     """The sums over flat values `x`, which the cast made `cast` with the error `delta`; this is free memory afterwards."""
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
-    if not (math.isfinite(noise) and math.isfinite(energy)):
+    limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf
+    if not (math.isfinite(noise) and energy <= limit**2):
         # What came back is not kept beside its error: the error of a finite value is finite just where it is.
         before = torch.isfinite(x)
         after = torch.isfinite(cast.to(x.dtype))
         back = torch.isfinite(delta)  # the largest float32 may come back from a code and its scale as infinite
         overflowed = int((before & ~back).sum())
-        saturated = int((torch.isinf(x) & after).sum())
+        saturated = int((after & (torch.isinf(x) | (x.to(torch.float32).abs() > limit))).sum())
         nonfinite = int((~before).sum())
         zeroed_nan = count_zeroed_nan(x, dtype)
         delta = delta[before & back]

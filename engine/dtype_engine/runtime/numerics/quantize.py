@@ -3,8 +3,9 @@
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales
 s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
 vector or scalar, and one for any tensor where the dtype's name ends in `@tensor`. A scale is never below float32's
-smallest normal value: smaller ones lose their bits, the smallest become zero. Dequantized it is q * s,
-computed in float32 and rounded once to the dtype asked for. `core.dtypes.nbytes_in` has the bytes of both parts.
+smallest normal value: smaller ones lose their bits, the smallest become zero. Nor is it so large that the largest code times it is
+infinite in float32. Dequantized it is q * s, computed in float32 and rounded once to the dtype asked for. `core.dtypes.nbytes_in`
+has the bytes of both parts.
 
 Formats whose scales belong to blocks are written in `runtime/formats/`; here they are dequantized as all others are.
 """
@@ -20,6 +21,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
+from dtype_engine.runtime.formats import mx
 from dtype_engine.runtime.formats.blocks import chunks, spread
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
 from dtype_engine.runtime.formats.row_blocks import (
@@ -31,6 +33,7 @@ from dtype_engine.runtime.formats.row_blocks import (
     row_amax,
     row_slices,
 )
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX, largest_scale
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -121,8 +124,18 @@ def quantize_in_blocks(
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """amax / top; 1 where all is zero."""
-    return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
+    """amax / top, within the limits that the module's docstring names; 1 where all is zero."""
+    return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
+
+
+def saturates_beyond(dtype: str) -> float:
+    """The largest |value| of a weight that a storage dtype keeps, whatever the rest of the weight is: that of float32, or under
+    scales that are powers of two the value at which `formats.mx` saturates.
+    """
+    row = dtypes.BY_NAME[dtype]
+    return (
+        mx.largest(row) if row.blocks is not None and row.blocks.scale in ("uint8", "float8_e8m0fnu") else FLOAT32_MAX
+    )
 
 
 @dataclass(slots=True)

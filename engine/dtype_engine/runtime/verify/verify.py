@@ -274,7 +274,7 @@ def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -
     """A tensor in a storage-only dtype, and its scales: the formula at the top of `numerics.quantize`, in plain torch.
 
     scale = amax |w| / (the dtype's largest value), a channel (dimension 0) or a tensor, over what is finite; 1 where all is
-    zero; never below float32's smallest normal value. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
+    zero; never below float32's smallest normal value, nor so large that the largest code times it is infinite. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
     shared: the largest |w| of all that has one scale with this tensor; None where its scales are its own.
     """
     row = dtypes.BY_NAME[dtype]
@@ -287,6 +287,7 @@ def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -
     largest = torch.where(torch.isfinite(rows), rows, 0.0).abs().amax(dim=1)
     largest = largest if shared is None else torch.full_like(largest, shared)
     scale = torch.where(largest > 0, (largest / row.max).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    scale = torch.where(torch.isinf(scale * row.max), torch.nextafter(scale, torch.zeros_like(scale)), scale)
     codes = (rows / scale[:, None]).clamp(-row.max, row.max)
     if row.kind == "int":
         codes = torch.where(torch.isnan(codes), 0.0, codes).round()

@@ -352,8 +352,8 @@ STORED = [name for name in dtypes.BLOCK_FORMATS if "mxfp6" not in name]
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_verify_works_out_again_is_what_is_written(dtype: str, shape: tuple[int, ...]) -> None:
-    """Shapes that no block divides, with values that are not finite, and every size of float32."""
-    for size in (0.02, 1e-39, 1e25):
+    """Shapes that no block divides, with values that are not finite, and every size of float32, up to its largest values."""
+    for size in (0.02, 1e-39, 1e25, 1.2e38):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size
         flat = weight.view(-1)
         flat[: min(4, len(flat))] = torch.tensor([math.inf, math.nan, -0.0, -math.inf])[: len(flat)]
