@@ -274,7 +274,8 @@ def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -
     """A tensor in a storage-only dtype, and its scales: the formula at the top of `numerics.quantize`, in plain torch.
 
     scale = amax |w| / (the dtype's largest value), a channel (dimension 0) or a tensor, over what is finite; 1 where all is
-    zero; never below float32's smallest normal value, nor so large that the largest code times it is infinite. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
+    zero; never below float32's smallest normal value, nor so large that the largest code times it is infinite. Codes are
+    w / scale, clamped, rounded half to even; NaN is 0 in int8.
     shared: the largest |w| of all that has one scale with this tensor; None where its scales are its own.
     """
     row = dtypes.BY_NAME[dtype]
