@@ -5,6 +5,10 @@ Each statement was tried with diffusers 0.42 and peft 0.21, and the tests try th
 
 from __future__ import annotations
 
+import json
+
+from dtype_engine.core.text import printable
+from dtype_engine.reports.markdown import code_span
 from dtype_engine.runtime.export.contents import Contents
 
 
@@ -35,7 +39,9 @@ def section(contents: Contents, name: str) -> list[str]:
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
     return [
-        *python_lines(f"from diffusers import {class_name}", "", f'model = {class_name}.from_pretrained("{name}")'),
+        *python_lines(
+            f"from diffusers import {class_name}", "", f"model = {class_name}.from_pretrained({quoted(name)})"
+        ),
         "",
         "gives the model in float32, or in the `dtype` that is given (`torch_dtype` in older versions of diffusers). Every weight",
         "in the dtype of the table:",
@@ -43,14 +49,16 @@ def section(contents: Contents, name: str) -> list[str]:
         *python_lines(
             "import dtype_engine as de",
             "",
-            f'model = de.load_pretrained("{name}", module={class_name}.from_config(...))',
+            f"model = de.load_pretrained({quoted(name)}, module={class_name}.from_config(...))",
         ),
     ]
 
 
 def _pipeline(class_name: str, name: str) -> list[str]:
     return [
-        *python_lines(f"from diffusers import {class_name}", "", f'pipeline = {class_name}.from_pretrained("{name}")'),
+        *python_lines(
+            f"from diffusers import {class_name}", "", f"pipeline = {class_name}.from_pretrained({quoted(name)})"
+        ),
         "",
         "It is a diffusers pipeline in the layout of its source: every component in its folder, with its configuration.",
         "diffusers brings each of its own models into one dtype as it loads them: float32, or the `dtype` that it is given",
@@ -62,9 +70,9 @@ def _pipeline(class_name: str, name: str) -> list[str]:
         *python_lines(
             "import dtype_engine as de",
             "",
-            f'text_encoder = de.load_pretrained("{name}/text_encoder")',
-            f'unet = de.load_pretrained("{name}/unet", module=UNet2DConditionModel.from_config(...))',
-            f'pipeline = {class_name}.from_pretrained("{name}", text_encoder=text_encoder, unet=unet)',
+            f"text_encoder = de.load_pretrained({quoted(f'{name}/text_encoder')})",
+            f"unet = de.load_pretrained({quoted(f'{name}/unet')}, module=UNet2DConditionModel.from_config(...))",
+            f"pipeline = {class_name}.from_pretrained({quoted(name)}, text_encoder=text_encoder, unet=unet)",
         ),
         "",
         "`de.open` runs a component of transformers by its folder; a pipeline as a whole it does not run.",
@@ -73,13 +81,18 @@ def _pipeline(class_name: str, name: str) -> list[str]:
 
 def _adapter(base: str, name: str) -> list[str]:
     return [
-        *python_lines("from peft import PeftModel", "", f'model = PeftModel.from_pretrained(base, "{name}")'),
+        *python_lines("from peft import PeftModel", "", f"model = PeftModel.from_pretrained(base, {quoted(name)})"),
         "",
-        f"`base` is the model that the adapter was made for ({base or 'not named'}).",
+        f"`base` is the model that the adapter was made for ({code_span(base) if base else 'not named'}).",
         "PEFT brings the adapter into float32 as it loads it. Where the base model is in bfloat16 or float16 and",
         "`autocast_adapter_dtype=False` is given, it comes in the dtype of the base model instead. `de.open` and",
         "`de.load_pretrained` need a whole model: merge the adapter into its base first.",
     ]
+
+
+def quoted(name: str) -> str:
+    """A folder's name as a string of Python, on one line."""
+    return json.dumps(printable(name), ensure_ascii=False)
 
 
 def python_lines(*lines: str) -> list[str]:

@@ -6,17 +6,18 @@ from collections.abc import Mapping, Sequence
 
 from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
 from dtype_engine.recipe.schemes import layout
+from dtype_engine.reports.markdown import code_span, escaped
 from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import experts, misread
-from dtype_engine.runtime.export.loading_notes import python_lines, section, short
+from dtype_engine.runtime.export.loader_facts import Kind, Outcome, outcomes
+from dtype_engine.runtime.export.loading_notes import python_lines, quoted, section, short
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
@@ -32,11 +33,10 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
     """The text. `name` is the folder's; `lost`: the weights whose cast loses values."""
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
-    made_from = printable(contents.title).replace("`", "'")
     lines = [
-        f"# {printable(name)}",
+        f"# {escaped(name)}",
         "",
-        f"`{made_from}`, cast by the rules in `recipe.yaml` and written by dtype-engine {__version__}.",
+        f"{code_span(contents.title)}, cast by the rules in `recipe.yaml` and written by dtype-engine {__version__}.",
         "",
         "| dtype | tensors | bytes |",
         "|---|---|---|",
@@ -45,7 +45,7 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
         *_lost(lost),
         "## Loading it",
         "",
-        *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, printable(name))),
+        *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, name)),
         "",
         "## Checking it",
         "",
@@ -67,7 +67,7 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
             "as they are stored, and runs them so."
         )
     return [
-        *python_lines("import dtype_engine as de", "", f'model = de.load_pretrained("{printable(name)}"{module})'),
+        *python_lines("import dtype_engine as de", "", f"model = de.load_pretrained({quoted(name)}{module})"),
         "",
         ours,
         "",
@@ -78,7 +78,7 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
 def _lost(lost: Sequence[ValueLoss]) -> list[str]:
     if not lost:
         return []
-    lines = [f"- {line.replace('`', chr(39))}" for line in loss_sentences(lost, most=40)]
+    lines = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)]
     return ["## Values lost in the casts", "", *lines, ""]
 
 
@@ -97,12 +97,27 @@ def loading_text(contents: Contents) -> str:
         return f"{ours} Plain from_pretrained of transformers does not read its experts, which are in vLLM's layout."
     if scaled:
         package = "accelerate" if _in_fp8_layout(contents) else "compressed-tensors"
-        return f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}."
+        given = outcomes(_kinds(contents), wide)
+        failing = sorted({dtype for (dtype, _), (plain, _) in given.items() if plain in _ERRORS})
+        mended = not any(dequantized is Outcome.TAKEN_FOR_ONE_FORMAT for _, dequantized in given.values())
+        without = " without dequantize=True" if mended else ""
+        errors = f" Weights in {', '.join(failing)} give an error there{without}." if failing else ""
+        return (
+            f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}.{errors}"
+        )
     if how := _quantised_before(contents):
         return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
         return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
+
+
+_ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
+
+
+def _kinds(contents: Contents) -> list[Kind]:
+    """The kinds of weights with scales that other programs read."""
+    return sorted({(item.dtype, bool(item.packed_into)) for item in contents.items if item.portable})
 
 
 def _in_fp8_layout(contents: Contents) -> bool:
@@ -120,15 +135,15 @@ def _theirs(contents: Contents) -> list[str]:
     """What plain `from_pretrained` of transformers 5 does with it."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
-            f"Its weights are {how} already, as they were in the source. `from_pretrained` of transformers, and `load_pretrained`",
-            "above, load them with the package for that, if it is there.",
+            f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",
+            "`load_pretrained` above, load them with the package for that, if it is installed.",
         ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
     own = [item.name for item in contents.items if item.has_scales and not item.portable]
     if own:
         return [
-            f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first `{printable(own[0])}`) are stored "
+            f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first {code_span(own[0])}) are stored "
             "with scales under names that end in `_quantized`, a layout that only dtype-engine reads. transformers reports them "
             "as missing and makes them at random.",
         ]
@@ -146,19 +161,10 @@ def _theirs(contents: Contents) -> list[str]:
             "reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they are in."
         )
     elif any(item.portable for item in contents.items):
-        rounded = (
-            ""
-            if config_dtype == "float32"
-            else f" Left out, the float32 scales are rounded to {config_dtype}, and weights may differ in their last bits."
-        )
-        lines.append(
-            "Plain `from_pretrained` of transformers reads it where the compressed-tensors package is installed. With "
-            f"`quantization_config=CompressedTensorsConfig(dequantize=True)` the values are the same as above.{rounded}"
-        )
+        lines += _scaled_weights(contents)
         if experts(contents.items):
             lines.append(
-                "Experts, which transformers packs into one weight a layer, come in bfloat16 where their codes are of less than 8 "
-                "bits or in groups, so that values may differ in their last bits, and their activations are not quantised."
+                "transformers packs the experts of a layer into one weight and does not quantise their activations."
             )
         if any(item.quantised_inputs for item in contents.items):
             lines.append(
@@ -174,3 +180,20 @@ def _theirs(contents: Contents) -> list[str]:
     if not lines:
         lines.append(f"Plain `from_pretrained` of transformers loads it just so: all weights are in {config_dtype}.")
     return "\n\n".join(lines).split("\n")
+
+
+def _scaled_weights(contents: Contents) -> list[str]:
+    """What transformers makes of weights with scales in the layouts of compressed-tensors: a paragraph and a table."""
+    wide = export_dtype(contents)
+    table = [
+        "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",
+        "|---|---|---|",
+    ]
+    for (dtype, expert), given in outcomes(_kinds(contents), wide).items():
+        plain, dequantized = (outcome.format(wide=wide) for outcome in given)
+        table.append(f"| {'experts' if expert else 'linear layers'} in {dtype} | {plain} | {dequantized} |")
+    return [
+        "Plain `from_pretrained` of transformers 5 needs the compressed-tensors package to load it. Compared with the values that "
+        "`load_pretrained` gives for the weights with scales, it gives",
+        "\n".join(table),
+    ]
