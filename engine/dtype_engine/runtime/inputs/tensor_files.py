@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint.pickle_size import check_legacy
-from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_too_large
+from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip, refuse_too_large
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
@@ -91,6 +91,7 @@ def _pickle(path: Path) -> Any:
         if zipfile.is_zipfile(path):
             check_archive(path, trust=False)
         else:
+            refuse_cut_zip(path)
             check_legacy(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -102,6 +103,8 @@ def _pickle(path: Path) -> Any:
             f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
         ) from None
     except Exception as error:  # so does torch.load
+        if "unexpected EOF" in str(error):
+            raise UserError(f"{path} is cut short: its last tensors are missing; copy or write it again") from None
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
 
 
