@@ -27,7 +27,7 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
-from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
+from dtype_engine.runtime.formats.quantize_blocks import scale_tensors, quantize_chunks
 from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
 from dtype_engine.runtime.model.pread_reader import FileValues
@@ -245,7 +245,7 @@ def _write_blocks(
         out.put(packed, offsets[0] + chunk.first * packed.shape[1] * packed.element_size())
 
     of_tensor = quantize_chunks(tensor, item.dtype, write, amax=_shared_amax(item))
-    rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
+    rest = scale_tensors([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
         _write_bytes(part, out, at)
 

@@ -1,7 +1,7 @@
-"""fp8 in blocks of 128 x 128, as DeepSeek-V3 has it: e4m3, and a scale for each block.
+"""fp8 in blocks of 128 x 128, as in DeepSeek-V3: elements in e4m3, and a scale for each block.
 
-The scale is amax / 448 in float32, and float32's epsilon for a block of zeros, as in compressed-tensors. As `ue8m0` it is the
-power of two at or above that, a byte, and 1 for a block of zeros, as in transformers. No scale is so large that 448 times it is
+The scale is amax / 448 in float32, or float32's epsilon for a block of zeros, as in compressed-tensors. With `ue8m0` it is the next
+power of two, stored as a byte, or 1 for a block of zeros, as in transformers. No scale is so large that 448 times the scale is
 infinite in float32.
 """
 

@@ -1,8 +1,8 @@
-"""int4 and int8 in groups along a row, as compressed-tensors has them in float32 arithmetic, with scales in bfloat16.
+"""int4 and int8 in groups along a row: the float32 arithmetic of compressed-tensors, with scales in bfloat16.
 
 Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale =
-(max - min) / 15 over the values and 0, and z = round(-8 - min / scale) stands for 0. bfloat16 is what models are stored and
-loaded in, so no loader rounds the scales; one that would be zero is bfloat16's epsilon. Codes whose product with the scale would be
+(max - min) / 15 over the values and 0, and the code z = round(-8 - min / scale) means 0. Models are stored and loaded in bfloat16,
+so no loader rounds such scales; a scale that would be zero is bfloat16's epsilon. Codes whose product with the scale would be
 infinite in float32 are not used: see `code_limit`.
 """
 
@@ -35,7 +35,7 @@ def symmetric(amax: torch.Tensor, element: DType) -> Scales:
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
-    """Scales and zero points of groups whose values and 0 reach from `low` to `high`, float32, finite."""
+    """Scales and zero points of groups whose values, and 0, lie between `low` and `high`, float32, finite."""
     least, most = code_range(element)
     span = high - low
     wide = torch.where(torch.isfinite(span), span / (most - least), high / (most - least) - low / (most - least))

@@ -13,15 +13,14 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of some blocks, [down, across].
-
-    effective: what the values of codes are multiplied by, float32. stored: as a file has them, in their own dtype. zero: the
-    integer that stands for 0 in each block, int8, where the format has one.
-    """
+    """The scales of some blocks; each tensor is [down, across]."""
 
     effective: torch.Tensor
+    """The factor by which the values of codes are multiplied, float32."""
     stored: torch.Tensor
+    """The scales as a file has them, in the dtype of the format."""
     zero: torch.Tensor | None = None
+    """The code that means 0 in each block, int8; None for a format without zero points."""
 
 
 @cache

@@ -17,7 +17,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.formats.code_packing import pack
-from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
+from dtype_engine.runtime.formats.quantize_blocks import scale_tensors, quantize_chunks
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.verify.independent_block_formats import blocks_anew
 
@@ -59,7 +59,7 @@ def ours(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_blocks, "CHUNK", 10_000)
         of_tensor = quantize_chunks(weight, dtype, keep)
-    rest = beside_codes([scales[key] for key in sorted(scales)], of_tensor, tuple(weight.shape), dtype)
+    rest = scale_tensors([scales[key] for key in sorted(scales)], of_tensor, tuple(weight.shape), dtype)
     suffixes = [SCALE_INV if element.blocks.layout == "fp8" else SCALE]
     suffixes += [TENSOR_SCALE] * element.blocks.tensor_scale + [ZERO_POINT] * element.blocks.zero_points
     return dict(zip([CODES, *suffixes], [torch.cat([codes[key] for key in sorted(codes)]), *rest], strict=False))
