@@ -1,4 +1,4 @@
-"""One call of the model, and all of them."""
+"""The inputs of one call of the model, and of all calls."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ from dtype_engine.runtime.model.torch_private import WithoutModes
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the module. `next_tokens` ([batch, positions], int64, -100 where there is none) is what a language
-    model should have predicted at each position. `about` says what it is where the text does not: a picture, a sound."""
+    """The inputs of one call of the model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
+    """The token that a language model should predict at each position: int64 [batch, positions], -100 for none."""
     text: str | None = None
+    """The text of the call, to show it; None if it is not known."""
     about: str | None = None
+    """A description of the picture or the sound in the call."""
 
     @property
     def elements(self) -> int:
@@ -65,18 +67,18 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All batches, and what they are in a few words for the screen.
-
-    made: they were made up here, not given as tensors. prompts: each is a whole prompt, to be continued as it is.
-    made_of: where each part came from, a sentence each.
-    """
+    """The inputs of all calls."""
 
     batches: tuple[Batch, ...]
     description: str
+    """What they are, in a few words for the screen."""
     tokenizer: Any = None
     made: bool = True
+    """Whether this program made the tensors; False if the user gave them."""
     prompts: bool = False
+    """Whether each call is a whole prompt, which can be continued by generation."""
     made_of: tuple[str, ...] = ()
+    """How each part was made, one phrase for each."""
 
 
 def from_values(values: Any, description: str) -> Inputs:

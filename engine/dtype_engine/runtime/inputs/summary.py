@@ -1,4 +1,4 @@
-"""Inputs as plain data: a row a call, for the screen and for JSON."""
+"""The inputs as plain data, with one row for each call, for the screen and for JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SHOWN = 160
 
 
 def summarize(inputs: Inputs) -> InputsSummary:
-    """What the model is run on, call by call."""
+    """A summary of all inputs."""
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
     made_of = inputs.made_of or (f"given by {inputs.description}",)
@@ -21,8 +21,8 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """The calls that show whether the model takes these inputs: the first of each set of shapes where they were given as
-    tensors, else the first, as the others were made in the same way.
+    """The calls that show whether the model runs on these inputs: the first call of each set of shapes and dtypes if the user gave
+    tensors; otherwise only the first call, since this program made all of them in the same way.
     """
     if inputs.made:
         return list(inputs.batches[:1])
@@ -45,7 +45,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Token positions of a call: the decoder's where it has tokens of its own."""
+    """The number of token positions in a call, those of the decoder if it has its own tokens; None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):
