@@ -1,5 +1,4 @@
-"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor with several of them.
-"""
+"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor with several of them."""
 
 from __future__ import annotations
 

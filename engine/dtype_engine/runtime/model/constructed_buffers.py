@@ -1,4 +1,4 @@
-"""Non-persistent buffers of a model that brings its own code, which no file holds.
+"""Filling the non-persistent buffers of a model that brings its own code. No file holds such buffers.
 
 `from_pretrained` makes a model without data and allocates such buffers afterwards. Only the classes of transformers itself are sure
 to fill them; in others they may hold whatever was in memory (transformers issue 48892), so their constructor makes them again.

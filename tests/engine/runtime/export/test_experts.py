@@ -303,7 +303,7 @@ def test_parts_that_are_turned_when_they_are_packed_are_refused(
         [MergeModulelist(0), Concatenate(1), Transpose(1, 2)],
     )
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda module: [turned])
-    with pytest.raises(UserError, match=r"gate_up_proj is packed .* another way than one below the other"):
+    with pytest.raises(UserError, match=r"gate_up_proj is packed .* does not stack its parts one below the other"):
         export_checkpoint(source, "moe", Recipe((Rule("*.gate_up_proj", "mxfp4"),)), tmp_path / "out")
 
 
