@@ -22,7 +22,9 @@ infinity.
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of a tensor whose largest |value| is `amax`, or of several that share it: float32, 0-d; 1 if it would be infinite."""
+    """The scale of a tensor whose largest |value| is `amax`, or of several that share it: float32, 0-d; 1 if it would be
+    infinite.
+    """
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
     return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 

@@ -79,7 +79,9 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
-    """The values of a weight, quantized and dequantized again, in its own dtype. element: a row of `core.dtypes`, or one like it."""
+    """The values of a weight, quantized and dequantized again, in its own dtype. element: a row of `core.dtypes`, or one like
+    it.
+    """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)

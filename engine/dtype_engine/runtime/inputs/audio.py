@@ -38,7 +38,9 @@ _ARGUMENTS = ("input_features", "input_values")
 
 
 def sound_argument(model: LiveModel) -> str | None:
-    """The forward pass's argument for a sound: `input_features` (a spectrogram) or `input_values` (samples); None without either."""
+    """The forward pass's argument for a sound: `input_features` (a spectrogram) or `input_values` (samples); None without
+    either.
+    """
     return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
 
 

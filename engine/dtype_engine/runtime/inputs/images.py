@@ -170,7 +170,9 @@ def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """An image as float32 [1, channels, height, width] from -1 to 1. Raises UserError if the model takes neither 1 nor 3 channels."""
+    """An image as float32 [1, channels, height, width] from -1 to 1. Raises UserError if the model takes neither 1 nor 3
+    channels.
+    """
     from PIL import Image
 
     if count not in (1, 3):

@@ -1,4 +1,6 @@
-"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor with several of them."""
+"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor with several of
+them.
+"""
 
 from __future__ import annotations
 

@@ -125,7 +125,9 @@ def text_samples(options: Options) -> Iterator[TextSample]:
 
 
 def read_jsonl(path: Path) -> Iterator[TextSample]:
-    """One text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the line."""
+    """One text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the
+    line.
+    """
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
