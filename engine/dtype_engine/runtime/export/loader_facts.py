@@ -1,7 +1,7 @@
-"""What transformers gives for the weights of an export that are stored with scales: the table that its README is made of.
+"""The facts from which the README of an export is written: what transformers gives for weights that are stored with scales.
 
 Each entry was tried with transformers 5.23 and compressed-tensors 0.20 (the layout of DeepSeek's fp8 with accelerate 1.15), and the
-tests try them again with the versions that are installed.
+tests try each again with the installed versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
-    """What loading gives, beside the values of `load_pretrained`, in the README's words. `{wide}` is the dtype in `config.json`."""
+    """What loading gives compared with the values of `load_pretrained`, as the README says it. `{wide}` is the dtype in
+    `config.json`.
+    """
 
     SAME = "the same values"
     LAST_BITS = "the same but for the last bits, since scales are applied in {wide}"
@@ -31,10 +33,11 @@ class LoaderFacts:
     """What `from_pretrained` gives for weights of one kind, depending on the dtype that `config.json` names."""
 
     plain: Outcome
+    """The outcome without further arguments."""
     plain_same_in: Container[str]
-    """The dtypes in `config.json` with which it gives the same values instead."""
+    """The dtypes in `config.json` with which the outcome is `SAME` instead."""
     dequantized: Outcome
-    """The same with `CompressedTensorsConfig(dequantize=True)`."""
+    """The outcome with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
@@ -81,7 +84,7 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Whether transformers dequantizes linear layers in all of these formats in the same way, as it does if they are one."""
+    """Whether transformers, which dequantizes all linear layers by the scheme of one of them, reads all of these formats so."""
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True
     return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1

@@ -1,4 +1,4 @@
-"""The README.md inside an export: what it is, and what loading it in each way gives."""
+"""The README.md in an export: what the export is, and what each way of loading it gives."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtype_engine.runtime.export.loading_notes import python_lines, quoted, sect
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
-    """Tensors and bytes of each dtype, those with the most bytes first."""
+    """The number of tensors and the bytes of each dtype, those with the most bytes first."""
     sums: dict[str, list[int]] = {}
     for item in contents.items:
         sum_of_dtype = sums.setdefault(item.dtype, [0, 0])
@@ -31,7 +31,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """The text. `name` is the folder's; `lost`: the weights whose cast loses values."""
+    """The text of the README. name: the name of the folder. lost: the weights whose cast loses values."""
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
         f"# {escaped(name)}",
@@ -51,20 +51,20 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
         "",
         "    dtype-engine verify FOLDER --against SOURCE",
         "",
-        "compares every tensor with what the recipe makes of the source, bit for bit.",
+        "casts the source by the recipe once more and compares every tensor bit for bit.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """On loading an export that is a model, or weights alone."""
+    """The section on loading an export that is a model, or weights alone."""
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
     if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):
         ours = (
-            f"gives the model with every weight in the dtype of the table, but for those with scales ({', '.join(quantized)}): a "
-            f"plain module has no place for scales, so they come back as values in {export_dtype(contents)}. `de.open` keeps them "
-            "as they are stored, and runs them so."
+            f"gives the model with every weight in the dtype of the table, except those with scales ({', '.join(quantized)}): a "
+            f"plain module has no place for scales, so these become values in {export_dtype(contents)}. `de.open` keeps codes and "
+            "scales and runs them as they are stored."
         )
     return [
         *python_lines("import dtype_engine as de", "", f"model = de.load_pretrained({quoted(name)}{module})"),
@@ -83,7 +83,7 @@ def _lost(lost: Sequence[ValueLoss]) -> list[str]:
 
 
 def loading_text(contents: Contents) -> str:
-    """In a few words, what loading an export gives: by `load_pretrained`, and by plain `from_pretrained` of transformers 5."""
+    """A few sentences about what loading an export gives: with `load_pretrained`, and with `from_pretrained` of transformers 5."""
     if contents.layout.kind != "model":
         return short(contents)
     if contents.config is None:
@@ -108,7 +108,7 @@ def loading_text(contents: Contents) -> str:
     if how := _quantised_before(contents):
         return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
-        return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
+        return f"{ours} Plain from_pretrained silently brings all of it into {wide}; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
 
 
@@ -121,18 +121,18 @@ def _kinds(contents: Contents) -> list[Kind]:
 
 
 def _in_fp8_layout(contents: Contents) -> bool:
-    """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads by itself."""
+    """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads without compressed-tensors."""
     return any(item.portable and layout(item.dtype) == "fp8" for item in contents.items)
 
 
 def _quantised_before(contents: Contents) -> str | None:
-    """How the weights were quantised by another program, in a few words; None where they are not."""
+    """How another program has quantised the weights, in a few words; None if it has not."""
     parts = quantized_parts([item.name for item in contents.items], contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
 def _theirs(contents: Contents) -> list[str]:
-    """What plain `from_pretrained` of transformers 5 does with it."""
+    """The paragraphs on `from_pretrained` of transformers 5."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
             f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",
@@ -173,17 +173,17 @@ def _theirs(contents: Contents) -> list[str]:
             )
     if computed - {config_dtype}:
         lines.append(
-            "Plain `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one without a word: "
-            f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same; "
-            f"the memory is that of {config_dtype}, and what the model computes is no longer in the dtypes of the table."
+            "Plain `from_pretrained` of transformers 5 silently brings a checkpoint of several dtypes into one: "
+            f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same, "
+            f"but the memory is that of {config_dtype}, and the model no longer computes in the dtypes of the table."
         )
     if not lines:
-        lines.append(f"Plain `from_pretrained` of transformers loads it just so: all weights are in {config_dtype}.")
+        lines.append(f"Plain `from_pretrained` of transformers gives the same: all weights are in {config_dtype}.")
     return "\n\n".join(lines).split("\n")
 
 
 def _scaled_weights(contents: Contents) -> list[str]:
-    """What transformers makes of weights with scales in the layouts of compressed-tensors: a paragraph and a table."""
+    """A paragraph and a table of what transformers gives for weights with scales in the layouts of compressed-tensors."""
     wide = export_dtype(contents)
     table = [
         "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",

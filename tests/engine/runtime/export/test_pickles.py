@@ -356,7 +356,7 @@ def test_what_an_export_keeps_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["notices"] == [
         "x.pth: the weights are its entry 'model'",
         "x.pth: 1 other tensor in it is not among the weights, first optimizer.exp_avg",
-        "as stored, whatever the rules: 2 tensors, first steps: is stored as int64, which is never cast",
+        "kept as stored, whatever the rules say: 2 tensors, first steps: is stored as int64, which is never cast",
     ]
 
 

@@ -110,7 +110,7 @@ MIXED = [
 def test_formats_in_one_export_load_as_the_table_says(
     casts: str, wide: str, plain: Outcome, dequantized: Outcome, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """With `dequantize=True` transformers decodes all linear layers by the scheme of one of them, mostly without a word."""
+    """With `dequantize=True` transformers decodes all linear layers by the scheme of one of them, mostly without an error."""
     pytest.importorskip("compressed_tensors", "0.20")
     out = tmp_path / "out"
     readme = exported(make_llama(dtype=wide, **WIDE), out, *casts.split())
@@ -173,9 +173,9 @@ def test_every_format_that_others_read_has_facts() -> None:
 @pytest.mark.parametrize(
     ("casts", "said"),
     [
-        ([], "loads it just so: all weights are in float32"),
-        (["*.mlp=bf16"], "brings a checkpoint of several dtypes into one without a word: float32"),
-        (["*=f16"], "loads it just so: all weights are in float16"),
+        ([], "gives the same: all weights are in float32"),
+        (["*.mlp=bf16"], "silently brings a checkpoint of several dtypes into one: float32"),
+        (["*=f16"], "gives the same: all weights are in float16"),
     ],
 )
 def test_exports_without_scales_load_as_it_says(

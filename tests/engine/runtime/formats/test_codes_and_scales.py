@@ -17,7 +17,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.formats.code_packing import pack
-from dtype_engine.runtime.formats.quantize_blocks import scale_tensors, quantize_chunks
+from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.verify.independent_block_formats import blocks_anew
 
