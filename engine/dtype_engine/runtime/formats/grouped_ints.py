@@ -22,7 +22,7 @@ def code_range(element: DType) -> tuple[int, int]:
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """The largest |code less zero point| of each group that times its scale is finite in float32; None where all codes are."""
+    """For each group, the largest |code - zero point| whose product with the scale is finite in float32; None if all codes are."""
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
     limit = torch.floor(FLOAT32_MAX / scales.effective)

@@ -122,7 +122,7 @@ def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: st
 def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
-    """The tensors that a file has for a weight besides its codes, in the order of `core.block_formats.parts`.
+    """The tensors that a file has for a weight in addition to its codes, in the order of `core.block_formats.parts`.
 
     scales: those of all chunks, in the order of their rows. of_tensor: the scale of the tensor, where the format has one.
     """

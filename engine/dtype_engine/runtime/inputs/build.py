@@ -46,7 +46,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             )
         raise NoForward(
             f"{model.title}: no forward pass: nothing says what to run it on; {hint('tensors')}, or write a "
-            "function example_inputs() beside the model that returns a dict or a tuple of tensors"
+            "function example_inputs() next to the model that returns a dict or a tuple of tensors"
         )
     return _made(model, options)
 

@@ -39,7 +39,7 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
         check_fits(model, batch, where)
     calls = f"{len(batches)} calls" if len(batches) > 1 else "1 call"
     name = printable(path.name, 60)
-    made_of = (f"tensors: {name}, as they are",)
+    made_of = (f"tensors: {name}, unchanged",)
     return with_next_tokens(model, Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=made_of))
 
 

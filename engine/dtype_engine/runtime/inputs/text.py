@@ -198,7 +198,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """One sequence of token ids ([positions]) as a call of the model."""
+    """The call of the model with one sequence of token ids, [positions]."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,9 +84,11 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _parameters_without_data() -> Iterator[None]:
-    """Each parameter goes to the meta device as a module gets it, so that a constructor takes memory for one at a time."""
+    """While the block runs, move each parameter to the meta device when it is registered, so that a constructor takes memory for
+    one parameter at a time.
+    """
 
-    def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+    def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)

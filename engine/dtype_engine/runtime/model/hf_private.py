@@ -55,7 +55,7 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
 def without_questions() -> Iterator[None]:
     """While the block runs, transformers raises ValueError where it would ask on standard input whether a model's code may run.
 
-    Without `TIME_OUT_REMOTE_CODE`, the seconds that it waits for an answer: no change.
+    Without `TIME_OUT_REMOTE_CODE`, the number of seconds that it waits for an answer: nothing changes.
     """
     try:
         from transformers import dynamic_module_utils

@@ -189,13 +189,13 @@ class LiveModel:
             dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
             for info in infos
         ]
-        besides: list[TensorInfo] = []
+        unused_infos: list[TensorInfo] = []
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
             assert placements is not None
             headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
-            besides = unused(placements, headers, infos, type(module).__name__)
+            unused_infos = unused(placements, headers, infos, type(module).__name__)
         weights = {
             info.name: Weight(
                 info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
@@ -204,7 +204,7 @@ class LiveModel:
         }
         for name, (_, scale) in quantized.items():
             weights[name].scale = weights[name].stored_scale = scale.to(device)
-        tree = tree_of(module, [*infos, *besides])
+        tree = tree_of(module, [*infos, *unused_infos])
         return cls(
             module,
             title,
@@ -276,7 +276,7 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """The losses of the weights whose cast loses values by more than rounding, each counted once and remembered.
+        """What the casts of the weights lose beyond rounding, for the weights that lose anything; each is counted only once.
 
         planned: the dtypes of a plan, for which only the stored values are read; None for the present casts. Raises Cancelled.
         """

@@ -94,7 +94,7 @@ def _from_checkpoint(
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, on_step)
-    on_step("taking stock of the weights")
+    on_step("listing the weights")
     live = LiveModel.wrap(
         loaded.module,
         source.title,
