@@ -70,6 +70,6 @@ def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     first = ", ".join(f"{member.removesuffix('.weight').rpartition('.')[2]} {planned[member]}" for member in groups[0])
     count = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
     return (
-        f"vLLM and SGLang will refuse this export: they fuse weights that need one format, and {count} of them "
-        f"{'has' if len(groups) == 1 else 'have'} several, first {printable(module)}: {first}",
+        f"vLLM and SGLang will refuse this export: {count} of weights that they fuse {'has' if len(groups) == 1 else 'have'} several "
+        f"formats, first {printable(module)}: {first}",
     )
