@@ -68,8 +68,8 @@ def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
         return ()
     module = groups[0][0].removesuffix(".weight").rpartition(".")[0]
     first = ", ".join(f"{member.removesuffix('.weight').rpartition('.')[2]} {planned[member]}" for member in groups[0])
-    count = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
+    count, have = ("1 group", "has") if len(groups) == 1 else (f"{len(groups)} groups", "have")
     return (
-        f"vLLM and SGLang will refuse this export: {count} of weights that they fuse {'has' if len(groups) == 1 else 'have'} several "
-        f"formats, first {printable(module)}: {first}",
+        f"vLLM and SGLang will refuse this export: {count} of weights that they fuse {have} several formats, first "
+        f"{printable(module)}: {first}",
     )
