@@ -81,6 +81,16 @@ def refuse_too_large(path: Path) -> None:
             _checked_records(path, archive.infolist())
 
 
+def refuse_cut_zip(path: Path) -> None:
+    """Raise UserError for a file that begins as a zip archive and lacks the directory at the end of one; OSError."""
+    with open(path, "rb") as file:
+        begins = file.read(4) == b"PK\x03\x04"
+    if begins and not zipfile.is_zipfile(path):
+        raise UserError(
+            f"{path} is cut short: it begins as a zip archive and has no end of one; copy or download it again"
+        )
+
+
 def is_compressed(path: Path) -> bool:
     """Whether a file is a zip archive with compressed records, which programs that map it read as if they were weights."""
     if not zipfile.is_zipfile(path):

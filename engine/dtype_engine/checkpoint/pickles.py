@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.checkpoint.pickle_size import check_legacy
-from dtype_engine.checkpoint.pickle_zip import check_archive
+from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError, one_line
@@ -148,6 +148,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
     if archive is not None and archive.scripted:
         raise UserError(f"{path} is a TorchScript archive, whose code is compiled: export its state_dict() instead")
     if not zipped and _first_byte(path) != b"\x80":
+        refuse_cut_zip(path)
         raise UserError(f"{path} is no PyTorch file: it is neither a zip archive nor a pickle")
     if not zipped and not trust:
         with reading(path):
@@ -171,6 +172,8 @@ def load_pickle(path: Path, trust: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise UserError(_refused(path, error)) from None
     except Exception as error:  # torch.load meets damage in many places, each with an error of its own
+        if "unexpected EOF" in str(error):
+            raise UserError(f"{path} is cut short: its last tensors are missing; copy or download it again") from None
         raise UserError(f"{path} is no PyTorch file, or it is damaged: {one_line(error, with_type=True)}") from None
 
 

@@ -36,12 +36,22 @@ def _section(section: Section) -> list[str]:
 
 
 def _text(text: str) -> str:
-    is_name, text = isinstance(text, Identifier), printable(text, len(text))
-    if not is_name:
-        return _SPECIAL.sub(r"\\\1", text)
+    if isinstance(text, Identifier):
+        return code_span(text).replace("|", "\\|")
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """One line of text in which nothing is taken for Markdown or HTML."""
+    return _SPECIAL.sub(r"\\\1", printable(text, len(text)))
+
+
+def code_span(text: str) -> str:
+    """One line of text set as code, whatever characters it holds."""
+    text = printable(text, len(text))
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
-    return f"{fence}{space}{text.replace('|', chr(92) + '|')}{space}{fence}"
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def _table(table: Table) -> list[str]:

@@ -1,7 +1,7 @@
-"""Exports: a checkpoint in the dtypes of a recipe, written shard by shard.
+"""Exporting: writing a checkpoint in the dtypes of a recipe, shard by shard.
 
-An exported folder is a checkpoint like any other, in the names of its source: `config.json`, the weights in safetensors,
-tokenizer and processor files, and `recipe.yaml` and `README.md`, which say what was done and how to load it.
+An exported folder is an ordinary checkpoint whose tensors have the names of the source: `config.json`, the weights in safetensors,
+and the files of the tokenizer and the processor. `recipe.yaml` and `README.md` say what was cast and how to load the folder.
 """
 
 from dtype_engine.runtime.export.contents import Contents

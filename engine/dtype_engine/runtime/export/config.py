@@ -1,4 +1,4 @@
-"""`config.json` of an export: the dtype that loads best, and what compressed-tensors needs to read scaled weights."""
+"""The `config.json` of an export: its dtype, and the quantisation that other programs need to read weights with scales."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
-    """What `config.json` names: the widest dtype of the export, so that loading all of it in one dtype rounds nothing."""
+    """The dtype that `config.json` names: the widest of the export, so that loading everything in this dtype rounds nothing."""
     return dtypes.widest(item.dtype for item in contents.items)
 
 
 def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Every `config.json` that an export changes, by its path: that of the source with the export's dtype and quantisation, and
-    those of a pipeline's components that name a dtype.
+    """Every `config.json` that an export changes, by its path: that of the source with the dtype and the quantisation of the
+    export, and those of a pipeline's components that name a dtype.
 
-    Raises UserError when the source is quantised by another method already, and scaled weights would be added to it.
+    Raises UserError if weights with scales would be added to a source that another method has quantised already.
     """
     configs: dict[str, dict[str, Any]] = {}
     if contents.config is not None and contents.layout.kind == "model":
@@ -33,7 +33,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
         if before is not None and scaled and not any(item.source_bytes for item in scaled):
             method = before.get("quant_method") if isinstance(before, dict) else before
             raise UserError(
-                f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind beside that"
+                f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind in it"
             )
         if scaled:
             config.pop("quantization_config", None)
@@ -48,7 +48,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Name the dtype here and in the configurations inside (a composite model's text and vision parts)."""
+    """Set the dtype in a configuration and in those inside it, as for the text and vision parts of a composite model."""
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype
@@ -58,10 +58,11 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """What others read it by: a group of compressed-tensors for each storage-only dtype, with quantised inputs and without, its
-    modules by their exact names (see `_targets` for experts); or the layout of DeepSeek's fp8.
+    """The description by which other programs read weights with scales; None if they can't read any.
 
-    Every other linear module is named in `ignore`, so that no reader takes it for quantised or misses a group for it.
+    It has a group of compressed-tensors for each pair of a storage dtype and whether inputs are quantised, with the exact names of
+    its modules (see `_targets` for experts); or it names the layout of DeepSeek's fp8. All other linear modules are in `ignore`, so
+    that no program takes them for quantised or looks for their group.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
@@ -103,7 +104,9 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Modules by their exact names; the experts of a layer by the one that `name_of` gives, where none of them is in `rest`."""
+    """The exact names of modules, except that the experts of a layer have one name, `name_of(layer)`, if none of them is in
+    `rest`.
+    """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
     return list(dict.fromkeys(named))

@@ -1,4 +1,4 @@
-"""What an exported checkpoint holds, as plain data: its weights, their tensors in the files, and what goes along."""
+"""The contents of an exported checkpoint as plain data: its weights, their tensors in the files, and further files."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ Quantized = tuple[torch.Tensor, ...]
 
 
 class SharedScale:
-    """The scale of tensors that are one for runtimes. `amax` reads all of them the first time that it is asked for, in any thread.
+    """The scale of several tensors that runtimes treat as one. The first call of `amax`, in any thread, reads all of them.
 
-    names: those of the tensors, in the source. values: gives each of them.
+    names: the names of the tensors in the source. values: a function for each tensor that returns it.
     """
 
     def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
@@ -36,7 +36,7 @@ class SharedScale:
         self._amax: float | None = None
 
     def amax(self) -> float:
-        """The largest finite |value| of all members."""
+        """The largest finite |value| of all these tensors."""
         with self._lock:
             if self._amax is None:
                 self._amax = max(finite_amax(values()) for values in self._values)
@@ -48,17 +48,18 @@ class InputScale:
     """The scale for the inputs of a layer."""
 
     value: float | None = None
-    """None until calibration inputs were run."""
+    """None until the model has run on calibration inputs."""
     seen: bool = True
-    """Whether this layer had any of these inputs."""
+    """Whether any calibration input has reached this layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of an exported file. `dtype` is torch's name."""
+    """One tensor of an exported file."""
 
     name: str
     dtype: str
+    """The dtype of torch."""
     shape: tuple[int, ...]
 
     @property
@@ -73,34 +74,36 @@ class ExportTensor:
     name: str
     shape: tuple[int, ...]
     stored: str
-    """Its dtype before, `@tensor` included."""
+    """The dtype in the source, with `@tensor` if it has that."""
     dtype: str
-    """Its dtype after, `@tensor` included."""
+    """The dtype in the export, with `@tensor` if it has that."""
     has_scales: bool
     """Whether it is written with scales."""
     portable: bool
-    """Whether it is written as other programs have it, so that they read it."""
+    """Whether it is written in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """Where its data and then its scales lie in the source's files, if nothing is cast and they can be copied."""
+    """The places of its data and then of its scales in the source's files if these bytes can be copied; otherwise empty."""
     values: Callable[[], torch.Tensor]
-    """Gives what is cast to `dtype`."""
+    """Returns the values that are cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """Gives data and scales that exist already; None where the values are to be cast."""
+    """Returns data and scales that exist already; None if the values have to be cast."""
     byte_range: ByteRange | None = None
-    """Where the values lie in a file as torch has them, if they do: they are read from there rather than mapped."""
+    """The place of the values in a file, from which they are read instead of being mapped; None if no file has them in this
+    form.
+    """
     shared: SharedScale | None = None
-    """The scale that it shares with fused siblings, or with other parts of what loading packs; None where it has its own."""
+    """The scale that it shares with fused siblings or with other parts of a packed weight; None if it has its own."""
     quantised_inputs: bool = False
-    """Whether other programs are told to quantise the inputs of its layer."""
+    """Whether the configuration says to quantise the inputs of its layer."""
     input_scale: InputScale | None = None
-    """The scale of these inputs, where a file has one."""
+    """The scale of these inputs, for formats that keep one in the file."""
     packed_into: str = ""
-    """The weight of the live model that loading packs it into, with others; "" where it is one by itself."""
+    """The weight of the live model into which loading packs this and other weights; "" if it is not packed."""
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Its tensors in the file: codes, then scales, what else its format has, and the scale of its inputs last. Scales of a
-        matrix are [channels, 1], or [1] for one scale a tensor, or [down, across] of blocks.
+        """The tensors of this weight in the file: codes, then scales, further tensors of its format, and the scale of its inputs
+        last. Scales are [channels, 1] for a matrix, [1] for one scale of the tensor, or [down, across] for blocks.
         """
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
@@ -114,13 +117,13 @@ class ExportTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of data and scales."""
+        """The bytes of data and scales."""
         return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything about an export but where it goes."""
+    """Everything about an export except its folder."""
 
     title: str
     items: tuple[ExportTensor, ...]
@@ -128,22 +131,22 @@ class Contents:
     config: dict[str, Any] | None = None
     """The source's `config.json`."""
     folder: Path | None = None
-    """Has the files that go along."""
+    """The folder with the files that are copied."""
     linears: tuple[str, ...] = ()
     """The modules that compressed-tensors may quantize."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    """Those that are read."""
+    """The files of the source."""
     layout: Layout = PLAIN
-    """Which folders and files it is written to."""
+    """The folders and files of the export."""
     identities: tuple[FileIdentity, ...] = ()
-    """What the files were before anything of them was read."""
+    """The identities of `files` before anything was read from them."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Names of the source for the very tensor of another name, which is written once, under that other name."""
+    """Further names of tied weights in the source, each with the one name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """How the candidate was run; where its activations were quantised, the export says so."""
+    """The settings in which the candidate was run. If its activations were quantised, the export says so."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, scales included; headers are not counted."""
+        """The bytes of all tensors, with scales and without headers."""
         return sum(item.nbytes for item in self.items)

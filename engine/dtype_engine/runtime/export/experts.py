@@ -1,6 +1,6 @@
-"""What becomes of experts with scales in the programs that load an export: vLLM, and transformers, which packs them.
+"""How vLLM and transformers load experts that are exported with scales. transformers packs the experts of a layer into one weight.
 
-Of transformers 5.23 with compressed-tensors 0.20 it was tried; of vLLM its source was read.
+The behaviour of transformers 5.23 with compressed-tensors 0.20 was tried; that of vLLM follows from its source.
 """
 
 from __future__ import annotations
@@ -21,52 +21,54 @@ _READ = (
     "int4@g32",
     "int8@g128",
 )
-"""The formats that `CompressedTensorsDequantize` of transformers brings back as it packs experts."""
+"""The formats that `CompressedTensorsDequantize` of transformers dequantizes when it packs experts."""
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
 
 def expert_layer(module: str) -> str:
-    """The experts that an expert's linear layer belongs to, as in `model.layers.0.mlp.experts`; "" for another module."""
+    """The module of experts to which an expert's linear layer belongs, such as `model.layers.0.mlp.experts`; "" for other
+    modules.
+    """
     found = _EXPERT.fullmatch(module)
     return found[1] if found else ""
 
 
 def all_experts(layer: str) -> str:
-    """The linear layers of all the experts of a layer, as a target of compressed-tensors.
+    """The target of compressed-tensors that matches the linear layers of all experts of a layer.
 
-    vLLM asks for their scheme by the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint calls them, and
-    transformers by an expression with `experts` in it.
+    vLLM looks up their scheme by the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the names in the checkpoint are,
+    and transformers by a regular expression that contains `experts`.
     """
     return rf"re:{re.escape(layer)}\.\d+\.\w+$"
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """The weights that others load as linear layers, and transformers as part of a packed one."""
+    """The weights that transformers packs into one weight a layer, while other programs load them as linear layers."""
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """What `from_pretrained` of transformers does wrong with packed experts in the layout of compressed-tensors; None where it
-    reads them.
+    """How `from_pretrained` of transformers fails on experts in the layout of compressed-tensors, as a sentence that begins with
+    "it"; None if it reads them.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):
         return None
     if "nvfp4" in found:
-        return "it leaves out the scale of the tensor of experts in nvfp4 and computes something else, without a word"
+        return "it ignores the scale of the tensor of experts in nvfp4 and computes wrong values without an error"
     if unread := [dtype for dtype in found if dtype not in _READ]:
-        return f"it stops with an error at experts in {', '.join(unread)}, which it packs as it loads them"
+        return f"it raises an error when it packs experts in {', '.join(unread)}"
     into = {item.packed_into.rpartition(".")[0] for item in items if item.packed_into and item.name.endswith(".weight")}
     wide = into - {item.packed_into.rpartition(".")[0] for item in experts(items)}
     if len(found) > 1 or wide:
-        return "it packs experts as it loads them, and takes all of them for one format"
+        return "it assumes one format for all experts when it packs them"
     return None
 
 
 def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """What is said of experts with scales beside the files."""
+    """Notices about experts with scales that transformers or vLLM do not load."""
     notices = []
     if (problem := misread(items)) is not None:
         first = experts(items)[0]
@@ -83,7 +85,7 @@ def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     if split:
         each = ", ".join(dtype for dtype, _ in formats[split[0]])
         notices.append(
-            f"vLLM has one format for all the experts of a layer and refuses to load others: first {printable(split[0])}: {each}"
+            f"vLLM needs one format for all experts of a layer and will refuse to load this: first {printable(split[0])}: {each}"
         )
     return tuple(notices)
 

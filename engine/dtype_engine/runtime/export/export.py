@@ -30,7 +30,7 @@ from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""File names, and what goes into each."""
+"""The weights that each file of an export holds, by the file's name."""
 
 
 def export(
@@ -42,12 +42,13 @@ def export(
     force: bool = False,
     lost: Sequence[ValueLoss] | None = None,
 ) -> ExportReport:
-    """Write an export to a new folder, streamed: memory never holds more than one tensor, and of plain casts only a block.
+    """Write an export to a new folder. Memory holds at most one tensor at a time, and for plain casts only a block of it. The
+    folder does not exist until everything is written.
 
-    `max_shard_size`: bytes, or as in "5GB". `on_bytes(done, total)`: bytes written, and all there will be. Until all is
-    written the folder does not exist. `force`: an export of that name is replaced when all is written, but never the source.
-    `lost`: the weights whose cast loses values, where that is known; else it is counted while they are written. Raises UserError
-    (too little space, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
+    max_shard_size: the largest size of a file, in bytes or as in "5GB". on_bytes: called with the bytes written and their total.
+    force: whether to replace an export of that name once everything is written; the source is never replaced. lost: the weights
+    whose cast loses values, if that is known; None to count losses while writing. Raises UserError (too little space, a folder that
+    is not empty, a dtype that can't be stored) and Cancelled; nothing is left then.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
@@ -60,7 +61,7 @@ def export(
     progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
-    # The source is checked once more before the export has its name.
+    # The source is checked once more before the folder gets its name.
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = contents.notices
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
@@ -81,13 +82,13 @@ def export(
             counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
             if len(by_file) > 1:
                 (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
-        order = {item.name: index for index, item in enumerate(contents.items)}  # whichever was written first
+        order = {item.name: index for index, item in enumerate(contents.items)}  # files are written in parallel
         losses = tuple(lost if lost is not None else sorted(counted, key=lambda loss: order[loss.tensor]))
         settings = contents.settings if contents.settings.quantize_activations != "none" else None
         recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
         (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
-        # While this lay unread anybody may have written to the source: then what was written is of two models.
+        # If another program has changed the source meanwhile, the export mixes two models.
         refuse_changed(contents.identities)
     trim_heap()
     return ExportReport(
@@ -105,8 +106,8 @@ def export(
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """What the source's metadata says, the dtypes of scaled weights, and each further name of a tied one with the name that it is
-    written by.
+    """The metadata of a file: that of the source, the dtypes of weights with scales, and each further name of a tied weight with
+    the name under which it is written.
     """
     names = {item.name for item in items}
     rest = {
@@ -126,15 +127,15 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
 
 
 def _index(files: Files) -> str:
-    """The index of a part's shards, as transformers and diffusers read it."""
+    """The index of the shards in one folder, in the format of transformers and diffusers."""
     weight_map = {entry.name: name for name, items in files.items() for item in items for entry in item.entries}
     total = sum(item.nbytes for items in files.values() for item in items)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """For each part of the layout, file names and what goes into each, as huggingface_hub splits a state dict; a weight and its
-    scales stay together. The items have their names without the part's prefix.
+    """The files of each part of the layout and the weights in them, split as huggingface_hub splits a state dict. A weight and its
+    scales stay together. The names of the weights lack the part's prefix. Raises UserError for a shard size that can't be read.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:
@@ -162,7 +163,7 @@ def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """The paths of the files of weights in the export."""
+    """The paths in the export of all files of weights."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

@@ -1,4 +1,4 @@
-"""What an export says of quantised activations, and NVFP4's scale of them, which is kept in the file."""
+"""The quantised activations that an export declares, and NVFP4's scale for them, which is kept in the file."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """The items; those whose layers have quantised inputs say so, with the scale that a file has for these.
+    """Mark the items whose layers have quantised inputs, and give them the scale that a file has for these inputs.
 
-    That is what `settings` say. Of a weight that stays as the source has it, it is so as well where the source says it, and its
-    scale is kept. ranges: the largest |value| that met a weight, by its name. Fused siblings have the largest of theirs, as they
-    have the same inputs; a layer that had none (an expert that no token was sent to) has the largest of the layers that are
-    named as it is but for numbers. Of what loading packs into one weight no layer of the model has a part alone, so there is no
-    range of its inputs: where a file has a scale for these, they are not declared.
+    Inputs are quantised if `settings` say so, or if a weight stays as it is in the source and the source declares it; then the
+    source's scale is kept. ranges: the largest |value| of the inputs of each weight, by its name.
+
+    Fused siblings share the largest range, since they have the same inputs. A layer without inputs (an expert that no token was
+    routed to) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is no layer of the
+    live model, so the range of its inputs is not known; in formats that need a scale for them, they are not declared.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -58,7 +59,7 @@ def with_quantised_inputs(
 
 
 def _declared(config: Mapping[str, Any] | None) -> frozenset[str]:
-    """The modules whose inputs a source's configuration says to quantise, by the names that are written in it."""
+    """The modules whose inputs a source's configuration declares as quantised, by the names in the configuration."""
     said = (config or {}).get("quantization_config")
     groups = said.get("config_groups") if isinstance(said, dict) else None
     named = [
@@ -83,28 +84,30 @@ def _uncalibrated(contents: Contents) -> list[ExportTensor]:
 
 
 def needs_calibration(contents: Contents) -> bool:
-    """Whether a scale of inputs is not known, so that the model has to be run before it can be exported."""
+    """Whether the scale of some layer's inputs is not known, so that the model has to be run before the export."""
     return bool(_uncalibrated(contents))
 
 
 def refuse_uncalibrated(contents: Contents) -> None:
-    """Raise UserError where the scale of a layer's inputs is not known."""
+    """Raise UserError if the scale of a layer's inputs is not known."""
     if unknown := _uncalibrated(contents):
         raise UserError(
-            f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantised activations, whose scale in the file comes of "
-            "calibration inputs, and no input has met it: open the model with inputs and export it from there, or export it "
+            f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantised activations, whose scale in the file comes from "
+            "calibration inputs, and no input has reached it: open the model with inputs and export it from there, or export it "
             "without quantised activations"
         )
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """What of the quantised activations that were measured others do not do, or do in another way."""
+    """Notices about measured activations that other programs do not quantise, or quantise in another way."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()
     notices = []
     if wide := sorted({item.dtype for item in written if not dtypes.quantizes_activations(item.dtype)}):
-        notices.append(f"weights in {', '.join(wide)} are for activations as they are, which is how they were measured")
+        notices.append(
+            f"activations of weights in {', '.join(wide)} are not quantised, which is how they were measured"
+        )
     if by_rule := sorted({item.dtype for item in written if _has_other_rule(item.dtype)}):
         notices.append(
             f"activations of weights in {', '.join(by_rule)} were measured with that rule for scales, and other programs quantise "
@@ -112,19 +115,19 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
         )
     if undeclared := [item for item in written if keeps_input_scale(item.dtype) and not item.quantised_inputs]:
         notices.append(
-            f"{len(undeclared)} weights in nvfp4, first {printable(undeclared[0].name)}, are for activations as they are, although "
-            "these were measured quantised: the model has them packed into one, and no range of the inputs of each"
+            f"activations of {len(undeclared)} weights in nvfp4, first {printable(undeclared[0].name)}, are not quantised, "
+            "although they were measured so: the model packs these weights into one, so the range of each one's inputs is not known"
         )
     if calibrated := [item for item in written if item.input_scale is not None]:
         layers = "1 layer has" if len(calibrated) == 1 else f"{len(calibrated)} layers have"
         notices.append(
-            f"{layers} in nvfp4 a scale for all inputs, that of the largest of the calibration inputs; a "
-            "measurement has that of the largest of each call"
+            f"{layers} one scale in nvfp4 for all inputs, from the largest calibration input; a measurement computes it from the "
+            "largest input of each call"
         )
     if unseen := [item for item in written if item.input_scale is not None and not item.input_scale.seen]:
         notices.append(
-            f"no calibration input met {len(unseen)} of them, first {printable(unseen[0].name)}: they have the largest of the "
-            "layers of their name"
+            f"no calibration input reached {len(unseen)} of them, first {printable(unseen[0].name)}: their scale is that of the "
+            "largest input of the layers with this name"
         )
     return tuple(notices)
 

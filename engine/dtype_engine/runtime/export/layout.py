@@ -1,8 +1,8 @@
-"""The layout of an export: which folders and files it is made of, so that whatever loads the source loads the export.
+"""The layout of an export: its folders and files. They are those of the source, so that the same loaders read the export.
 
-A model has its weights at the top. A diffusers pipeline has a folder for each component, and `model_index.json` that names them;
-a PEFT adapter has `adapter_config.json` and one file of weights. What has no weights (schedulers, tokenizers, configurations) is
-copied as it is, and a notice names whatever is not copied.
+A model has its weights in the top folder. A diffusers pipeline has a folder for each component, and `model_index.json`, which names
+them. A PEFT adapter has `adapter_config.json` and one file of weights. Files without weights (schedulers, tokenizers,
+configurations) are copied unchanged, and a notice names the files that are not copied.
 """
 
 from __future__ import annotations
@@ -46,36 +46,38 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One folder of weights. folder: its name in the export, "" for the top; prefix: what the names of its tensors begin with
-    among those of the export, which its files leave out.
-
-    stem: the name of its files before `.safetensors`. one_file: its loader knows no shards. config: its `config.json` where
-    that names a dtype, which the cast changes; None where it is copied or there is none.
-    """
+    """One folder of weights."""
 
     folder: str = ""
+    """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
+    """The beginning of the names of its tensors in the export, which its files leave out."""
     stem: str = "model"
+    """The name of its files before `.safetensors`."""
     one_file: bool = False
+    """Whether it has to be one file, since its loader does not read shards."""
     config: dict[str, Any] | None = None
+    """Its `config.json` if that names a dtype, which the cast changes; None if it is copied or does not exist."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """kind: what it is to a loader; "component" is a diffusers model of its own. copied: files that go along as they are, each
-    with its path in the export. class_name: the class that diffusers' configuration names.
-    """
+    """The folders and files of an export."""
 
     kind: Kind = "model"
+    """The loader for which it is written; "component" is a single model of diffusers."""
     parts: tuple[Part, ...] = (Part(),)
     copied: tuple[tuple[Path, str], ...] = ()
+    """The files that are copied unchanged, each with its path in the export."""
     notices: tuple[str, ...] = ()
     class_name: str = ""
+    """The class that the configuration of a pipeline or a component names."""
     base: str = ""
+    """The base model that the configuration of an adapter names."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """The copied files that an export in `folder` lacks or has otherwise: their paths, and what is wrong."""
+        """The paths of copied files that are missing or different in an export in `folder`, each with what is wrong."""
         for source, path in self.copied:
             try:
                 if not filecmp.cmp(source, folder / path, shallow=False):
@@ -85,11 +87,11 @@ class Layout:
 
 
 PLAIN = Layout()
-"""A model of transformers, or weights alone."""
+"""The layout of a model of transformers, or of weights alone."""
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
-    """The layout that an export of this checkpoint has. Raises UserError."""
+    """The layout of an export of this checkpoint. Raises UserError."""
     if checkpoint.form == "diffusers":
         return _pipeline(checkpoint)
     config = checkpoint.config or {}
@@ -120,10 +122,10 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
             if copy.everything(name):
                 as_they_are.append(name)
             continue
-        # A model of transformers is loaded in the dtype that its config.json names.
+        # transformers loads a model in the dtype that its config.json names, so that has to change with the cast.
         named = {"model_type", "dtype", "torch_dtype"}.intersection(component.config or ())
         config = component.config if named else None
-        copy.beside_weights(component, with_config=config is None)
+        copy.without_weights(component, with_config=config is None)
         parts.append(Part(name, component.prefix, component.stem, False, config, component.metadata))
     if as_they_are:
         copy.notes.append(
@@ -139,13 +141,13 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
-    """The class of diffusers that a configuration names, where it is one that can be imported by its name."""
+    """The class of diffusers that a configuration names, or `otherwise` if the name is not one of a class."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
 
 
 class _FolderCopy:
-    """Goes through a source's folder: what is copied, and what is not."""
+    """Collects the files of a source's folder that are copied, and notes about those that are not."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -155,7 +157,7 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Files at the top whose names match a pattern. Folders are left to the other methods."""
+        """Copy the files in the top folder whose names match a pattern. The other methods copy the folders of components."""
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
                 continue
@@ -165,11 +167,11 @@ class _FolderCopy:
                 self.left_out.append(entry.name)
 
     def everything(self, name: str) -> bool:
-        """A component's whole folder; whether there are weights in it."""
+        """Copy a component's whole folder; returns whether there are weights in it."""
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
-    def beside_weights(self, component: Component, with_config: bool) -> None:
-        """All of a component's folder but its weights, which are written, and other forms of them."""
+    def without_weights(self, component: Component, with_config: bool) -> None:
+        """Copy a component's folder without its weights, which are written, and without other forms of the weights."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"
@@ -207,8 +209,8 @@ class _FolderCopy:
 
     def notices(self) -> tuple[str, ...]:
         for names, why in (
-            (self.other_weights, "left out, as other forms of the weights that are written"),
-            (self.left_out, "left out, as no part of what is exported"),
+            (self.other_weights, "left out, since they are other forms of the weights that are written"),
+            (self.left_out, "left out, since they are not part of the model"),
         ):
             if names:
                 shown = ", ".join(printable(name, 100) for name in names[:_MOST_NAMED])
@@ -218,13 +220,13 @@ class _FolderCopy:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in a folder, hidden files left out (a version control's or a download's own). Raises UserError."""
+    """The sorted entries of a folder, without hidden ones, which belong to version control or downloads. Raises UserError."""
     with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 def _is_weight(name: str) -> bool:
-    """Whether a file has weights by its name, or is the index of such files."""
+    """Whether the name of a file says that it holds weights or is an index of such files."""
     return name.endswith(_WEIGHTS) or (
         name.endswith(".json") and (".safetensors.index" in name or ".bin.index" in name)
     )

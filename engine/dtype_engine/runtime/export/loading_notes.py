@@ -1,87 +1,100 @@
-"""What the README of an export says about loading a layout that is not transformers' alone: diffusers' and PEFT's.
+"""What the README of an export says about loading the layouts of diffusers and PEFT.
 
-Each statement was tried with diffusers 0.42 and peft 0.21, and the tests try them again where these are installed.
+Each statement was tried with diffusers 0.42 and peft 0.21, and the tests try each again if these are installed.
 """
 
 from __future__ import annotations
 
+import json
+
+from dtype_engine.core.text import printable
+from dtype_engine.reports.markdown import code_span
 from dtype_engine.runtime.export.contents import Contents
 
 
 def short(contents: Contents) -> str:
-    """In a sentence or two, what loading gives."""
+    """One or two sentences about what loading gives."""
     class_name = contents.layout.class_name
     if contents.layout.kind == "pipeline":
         return (
-            f"{class_name}.from_pretrained of diffusers loads it: its own models in float32 or the dtype that it is given, "
-            "those of transformers in the dtype of their config.json. load_pretrained of one of its folders keeps these dtypes."
+            f"{class_name}.from_pretrained of diffusers loads it: models of diffusers in float32 or a given dtype, those of "
+            "transformers in the dtype of their config.json. load_pretrained of one of its folders keeps these dtypes."
         )
     if contents.layout.kind == "adapter":
         return (
-            "PeftModel.from_pretrained(base, folder) of PEFT loads it, and brings it into float32 unless the base model is in "
-            "16 bits and autocast_adapter_dtype is False."
+            "PeftModel.from_pretrained(base, folder) of PEFT loads it and casts it to float32, unless the base model is in 16 bits "
+            "and autocast_adapter_dtype is False."
         )
     return (
-        f"{class_name}.from_pretrained of diffusers loads it in float32, or the dtype that it is given. "
+        f"{class_name}.from_pretrained of diffusers loads it in float32 or a given dtype. "
         "load_pretrained(folder, module=...) gives these dtypes."
     )
 
 
 def section(contents: Contents, name: str) -> list[str]:
-    """The lines of the README's section on loading. `name` is the folder's."""
+    """The lines of the README's section on loading. name: the name of the folder."""
     if contents.layout.kind == "pipeline":
         return _pipeline(contents.layout.class_name, name)
     if contents.layout.kind == "adapter":
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
     return [
-        *python_lines(f"from diffusers import {class_name}", "", f'model = {class_name}.from_pretrained("{name}")'),
+        *python_lines(
+            f"from diffusers import {class_name}", "", f"model = {class_name}.from_pretrained({quoted(name)})"
+        ),
         "",
-        "gives the model in float32, or in the `dtype` that is given (`torch_dtype` in older versions of diffusers). Every weight",
-        "in the dtype of the table:",
+        "gives the model in float32, or in the `dtype` that you pass (`torch_dtype` in older versions of diffusers). This gives",
+        "every weight in the dtype of the table:",
         "",
         *python_lines(
             "import dtype_engine as de",
             "",
-            f'model = de.load_pretrained("{name}", module={class_name}.from_config(...))',
+            f"model = de.load_pretrained({quoted(name)}, module={class_name}.from_config(...))",
         ),
     ]
 
 
 def _pipeline(class_name: str, name: str) -> list[str]:
     return [
-        *python_lines(f"from diffusers import {class_name}", "", f'pipeline = {class_name}.from_pretrained("{name}")'),
+        *python_lines(
+            f"from diffusers import {class_name}", "", f"pipeline = {class_name}.from_pretrained({quoted(name)})"
+        ),
         "",
-        "It is a diffusers pipeline in the layout of its source: every component in its folder, with its configuration.",
-        "diffusers brings each of its own models into one dtype as it loads them: float32, or the `dtype` that it is given",
-        "(`torch_dtype` in older versions), which may be a dict by component. Components of transformers come in the dtype that",
-        "their `config.json` names, which holds all their values exactly.",
+        "It is a diffusers pipeline in the layout of its source: every component is in its folder, with its configuration.",
+        "diffusers loads each of its own models in one dtype: float32, or the `dtype` that you pass (`torch_dtype` in older",
+        "versions), which may be a dict by component. Components of transformers are loaded in the dtype that their",
+        "`config.json` names, which holds all their values exactly.",
         "",
-        "Every weight in the dtype of the table, a component at a time, first one of transformers, then one of diffusers:",
+        "This gives every weight in the dtype of the table, for a component of transformers and one of diffusers:",
         "",
         *python_lines(
             "import dtype_engine as de",
             "",
-            f'text_encoder = de.load_pretrained("{name}/text_encoder")',
-            f'unet = de.load_pretrained("{name}/unet", module=UNet2DConditionModel.from_config(...))',
-            f'pipeline = {class_name}.from_pretrained("{name}", text_encoder=text_encoder, unet=unet)',
+            f"text_encoder = de.load_pretrained({quoted(f'{name}/text_encoder')})",
+            f"unet = de.load_pretrained({quoted(f'{name}/unet')}, module=UNet2DConditionModel.from_config(...))",
+            f"pipeline = {class_name}.from_pretrained({quoted(name)}, text_encoder=text_encoder, unet=unet)",
         ),
         "",
-        "`de.open` runs a component of transformers by its folder; a pipeline as a whole it does not run.",
+        "`de.open` runs the folder of a component of transformers; it can't run a whole pipeline.",
     ]
 
 
 def _adapter(base: str, name: str) -> list[str]:
     return [
-        *python_lines("from peft import PeftModel", "", f'model = PeftModel.from_pretrained(base, "{name}")'),
+        *python_lines("from peft import PeftModel", "", f"model = PeftModel.from_pretrained(base, {quoted(name)})"),
         "",
-        f"`base` is the model that the adapter was made for ({base or 'not named'}).",
-        "PEFT brings the adapter into float32 as it loads it. Where the base model is in bfloat16 or float16 and",
-        "`autocast_adapter_dtype=False` is given, it comes in the dtype of the base model instead. `de.open` and",
+        f"`base` is the model that the adapter was made for ({code_span(base) if base else 'not named'}).",
+        "PEFT loads the adapter in float32. If the base model is in bfloat16 or float16 and you pass",
+        "`autocast_adapter_dtype=False`, the adapter has the dtype of the base model instead. `de.open` and",
         "`de.load_pretrained` need a whole model: merge the adapter into its base first.",
     ]
 
 
+def quoted(name: str) -> str:
+    """The name of a folder as a string literal of Python on one line."""
+    return json.dumps(printable(name), ensure_ascii=False)
+
+
 def python_lines(*lines: str) -> list[str]:
-    """Lines of Python, set as such in Markdown."""
+    """Lines of Python as a code block of Markdown."""
     return ["```python", *lines, "```"]

@@ -1,4 +1,4 @@
-"""What is said of an export beside its files: what others do not read, what no rule takes, what is written once."""
+"""Notices about an export: weights that other programs do not read, tensors that no rule can cast, and tied weights."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Which weights no other program reads."""
+    """A notice of the weights that no other program reads."""
     own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
     count = f"{printable(own[0])} is" if len(own) == 1 else f"{len(own)} weights, first {printable(own[0])}, are"
     return (
-        f"{count} stored with scales in a layout that only dtype-engine reads: others have scales for the weights of linear layers "
-        "alone, in float8_e4m3fn, int8, and blocks that divide their rows",
+        f"{count} stored with scales in a layout that only dtype-engine reads: other programs read scales only for the weights of "
+        "linear layers, in float8_e4m3fn, int8, and blocks that divide their rows",
     )
 
 
 def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Which tensors no rule can take, and stay as the source has them."""
+    """Notices of the tensors that no rule can cast and that stay as they are in the source."""
     unplaced, fixed = [], []
     for item in items:
         placement = placements.get(item.name)
@@ -36,11 +36,11 @@ def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mappin
     notices = []
     if unplaced:
         notices.append(
-            f"as stored, since they belong to nothing in the model: {_tensors(unplaced)}, first {printable(unplaced[0])}"
+            f"kept as stored, since the model has no place for them: {_tensors(unplaced)}, first {printable(unplaced[0])}"
         )
     if fixed:
         name, why = fixed[0]
-        notices.append(f"as stored, whatever the rules: {_tensors(fixed)}, first {printable(name)}: {why}")
+        notices.append(f"kept as stored, whatever the rules say: {_tensors(fixed)}, first {printable(name)}: {why}")
     return tuple(notices)
 
 
@@ -49,27 +49,27 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """What became of the further names of tied weights."""
+    """A notice of the further names of tied weights, which are not written."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))
     count = "1 further name of a tied weight is" if len(tied) == 1 else f"{len(tied)} further names of tied weights are"
     return (
-        f"{count} not written again, first {printable(name)}, which is {printable(first)}: the file's metadata names both, as with "
-        "safetensors' save_model, and its load_model puts the weight in both places of a module that ties them",
+        f"{count} not written again, first {printable(name)}, which is {printable(first)}: the file's metadata has both names, as "
+        "save_model of safetensors writes them, and load_model puts the weight in both places of a module that ties them",
     )
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Which fused siblings are not in one format, so that runtimes that fuse them refuse the export."""
+    """A notice of the first group of fused siblings in several formats, which runtimes that fuse them refuse."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:
         return ()
     module = groups[0][0].removesuffix(".weight").rpartition(".")[0]
     first = ", ".join(f"{member.removesuffix('.weight').rpartition('.')[2]} {planned[member]}" for member in groups[0])
-    count = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
+    count, have = ("1 group", "has") if len(groups) == 1 else (f"{len(groups)} groups", "have")
     return (
-        f"{count} of weights that vLLM and SGLang fuse are not in one format, which they refuse to load: first "
+        f"vLLM and SGLang will refuse this export: {count} of weights that they fuse {have} several formats, first "
         f"{printable(module)}: {first}",
     )

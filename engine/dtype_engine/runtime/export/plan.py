@@ -1,6 +1,6 @@
-"""What an exported checkpoint will hold, decided before a byte is written: every tensor, its dtype, name and size.
+"""Planning an export: every tensor with its dtype, name and size, before anything is written.
 
-The same account is drawn up again to verify an export.
+Verifying an export makes the same plan again.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """The export of a checkpoint under a recipe and the settings of `options`, from its headers: no weight is loaded.
+    """Plan the export of a checkpoint under a recipe and the settings of `options`, from its headers, without loading a weight.
 
-    Where the architecture is known it is made without data, for module classes and ties. Raises UserError for a rule that
-    takes nothing, or a weight that can't be stored in its planned dtype.
+    If the architecture is known, it is made without data, to find module classes and tied weights. Raises UserError for a rule that
+    matches nothing and for a weight that can't be stored in its planned dtype.
     """
     options = options or Options()
     source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
@@ -58,9 +58,10 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """The export of an open model, as it is cast now and run in `settings`. From its checkpoint where it has one, so that names
-    stay those of the files; else from the live tensors. input_ranges: the largest |value| of the inputs that met a weight, by its
-    name. Raises UserError.
+    """Plan the export of an open model in its present dtypes, run in `settings`: from its checkpoint if it has one, so that the
+    names stay those of the files, otherwise from the live tensors.
+
+    input_ranges: the largest |value| of the inputs of each weight, by its name. Raises UserError.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -104,7 +105,10 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
+    """Plan every tensor of the checkpoint in the dtype of the live tensor that it becomes, and tensors that become none as stored.
+
+    Raises UserError.
+    """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
     written: dict[str, str] = {}
@@ -116,11 +120,11 @@ def _placed_contents(
         if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
             first = written.setdefault(info.name, name)
             if first != name and same_values(checkpoint, first, name):
-                tied[name] = first  # a tied weight that its file holds twice is written once
+                tied[name] = first  # a tied weight is written once, even if its file holds it twice
                 continue
         dtype = planned[info.name] if info is not None and info.castable else stored
         if placement is not None and placement.part and info is not None and dtype == info.dtype:
-            dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
+            dtype = stored  # no rule casts these parts of several dtypes, so each keeps its dtype
         has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
         shape = tensor.shape
         is_layer = info is not None and _is_layer(tree, info, name, shape, placement)
@@ -142,7 +146,7 @@ def _placed_contents(
     refuse_unstored(items)
     refuse_scales(layout, items)
     refuse_unwritable(checkpoint, items)
-    # Where an architecture is known, it ties them again by itself.
+    # A known architecture ties these weights when it is loaded.
     of_tied = tied_notice(tied) if checkpoint.config is None else ()
     source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
     uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
@@ -191,8 +195,8 @@ def _item(
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Whether a tensor of the files is the weight of a linear layer for other programs: that of an `nn.Linear` of its own, under
-    the name that the module has, or part of packed experts.
+    """Whether other programs load a tensor of the files as the weight of a linear layer: the weight of an `nn.Linear` under the
+    module's name, or a part of packed experts.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -203,9 +207,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether other programs have a layout for a linear layer's weight in this dtype: one that they name, and blocks that divide
-    its rows.
-    """
+    """Whether other programs have a layout for a linear layer's weight in this dtype; blocks have to divide its rows."""
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -213,7 +215,7 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """The items, no two of them with the same name in the file."""
+    """The items as a tuple. Raises UserError if there are none or two tensors would have the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()
@@ -230,7 +232,7 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Data and scales of a live weight that has this dtype; None where they are made again from what is stored."""
+    """A function that returns data and scales of a live weight in this dtype; None to quantize the stored values again."""
     if dtype in dtypes.BLOCK_FORMATS:
         return None
     data, scale = weight.tensor.data, weight.scale

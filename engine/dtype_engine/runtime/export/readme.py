@@ -1,4 +1,4 @@
-"""The README.md inside an export: what it is, and what loading it in each way gives."""
+"""The README.md in an export: what the export is, and what each way of loading it gives."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ from collections.abc import Mapping, Sequence
 
 from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
 from dtype_engine.recipe.schemes import layout
+from dtype_engine.reports.markdown import code_span, escaped
 from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import experts, misread
-from dtype_engine.runtime.export.loading_notes import python_lines, section, short
+from dtype_engine.runtime.export.loader_facts import Kind, Outcome, outcomes
+from dtype_engine.runtime.export.loading_notes import python_lines, quoted, section, short
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
-    """Tensors and bytes of each dtype, those with the most bytes first."""
+    """The number of tensors and the bytes of each dtype, those with the most bytes first."""
     sums: dict[str, list[int]] = {}
     for item in contents.items:
         sum_of_dtype = sums.setdefault(item.dtype, [0, 0])
@@ -30,13 +31,12 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """The text. `name` is the folder's; `lost`: the weights whose cast loses values."""
+    """The text of the README. name: the name of the folder. lost: the weights whose cast loses values."""
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
-    made_from = printable(contents.title).replace("`", "'")
     lines = [
-        f"# {printable(name)}",
+        f"# {escaped(name)}",
         "",
-        f"`{made_from}`, cast by the rules in `recipe.yaml` and written by dtype-engine {__version__}.",
+        f"{code_span(contents.title)}, cast by the rules in `recipe.yaml` and written by dtype-engine {__version__}.",
         "",
         "| dtype | tensors | bytes |",
         "|---|---|---|",
@@ -45,29 +45,29 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
         *_lost(lost),
         "## Loading it",
         "",
-        *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, printable(name))),
+        *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, name)),
         "",
         "## Checking it",
         "",
         "    dtype-engine verify FOLDER --against SOURCE",
         "",
-        "compares every tensor with what the recipe makes of the source, bit for bit.",
+        "casts the source by the recipe once more and compares every tensor bit for bit.",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """On loading an export that is a model, or weights alone."""
+    """The section on loading an export that is a model, or weights alone."""
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
     if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):
         ours = (
-            f"gives the model with every weight in the dtype of the table, but for those with scales ({', '.join(quantized)}): a "
-            f"plain module has no place for scales, so they come back as values in {export_dtype(contents)}. `de.open` keeps them "
-            "as they are stored, and runs them so."
+            f"gives the model with every weight in the dtype of the table, except those with scales ({', '.join(quantized)}): a "
+            f"plain module has no place for scales, so these become values in {export_dtype(contents)}. `de.open` keeps codes and "
+            "scales and runs them as they are stored."
         )
     return [
-        *python_lines("import dtype_engine as de", "", f'model = de.load_pretrained("{printable(name)}"{module})'),
+        *python_lines("import dtype_engine as de", "", f"model = de.load_pretrained({quoted(name)}{module})"),
         "",
         ours,
         "",
@@ -78,12 +78,12 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
 def _lost(lost: Sequence[ValueLoss]) -> list[str]:
     if not lost:
         return []
-    lines = [f"- {line.replace('`', chr(39))}" for line in loss_sentences(lost, most=40)]
+    lines = [f"- {code_span(line)}" for line in loss_sentences(lost, most=40)]
     return ["## Values lost in the casts", "", *lines, ""]
 
 
 def loading_text(contents: Contents) -> str:
-    """In a few words, what loading an export gives: by `load_pretrained`, and by plain `from_pretrained` of transformers 5."""
+    """A few sentences about what loading an export gives: with `load_pretrained`, and with `from_pretrained` of transformers 5."""
     if contents.layout.kind != "model":
         return short(contents)
     if contents.config is None:
@@ -97,38 +97,53 @@ def loading_text(contents: Contents) -> str:
         return f"{ours} Plain from_pretrained of transformers does not read its experts, which are in vLLM's layout."
     if scaled:
         package = "accelerate" if _in_fp8_layout(contents) else "compressed-tensors"
-        return f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}."
+        given = outcomes(_kinds(contents), wide)
+        failing = sorted({dtype for (dtype, _), (plain, _) in given.items() if plain in _ERRORS})
+        mended = not any(dequantized is Outcome.TAKEN_FOR_ONE_FORMAT for _, dequantized in given.values())
+        without = " without dequantize=True" if mended else ""
+        errors = f" Weights in {', '.join(failing)} give an error there{without}." if failing else ""
+        return (
+            f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}.{errors}"
+        )
     if how := _quantised_before(contents):
         return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
-        return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
+        return f"{ours} Plain from_pretrained silently brings all of it into {wide}; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
 
 
+_ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
+
+
+def _kinds(contents: Contents) -> list[Kind]:
+    """The kinds of weights with scales that other programs read."""
+    return sorted({(item.dtype, bool(item.packed_into)) for item in contents.items if item.portable})
+
+
 def _in_fp8_layout(contents: Contents) -> bool:
-    """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads by itself."""
+    """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads without compressed-tensors."""
     return any(item.portable and layout(item.dtype) == "fp8" for item in contents.items)
 
 
 def _quantised_before(contents: Contents) -> str | None:
-    """How the weights were quantised by another program, in a few words; None where they are not."""
+    """How another program has quantised the weights, in a few words; None if it has not."""
     parts = quantized_parts([item.name for item in contents.items], contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
 def _theirs(contents: Contents) -> list[str]:
-    """What plain `from_pretrained` of transformers 5 does with it."""
+    """The paragraphs on `from_pretrained` of transformers 5."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
-            f"Its weights are {how} already, as they were in the source. `from_pretrained` of transformers, and `load_pretrained`",
-            "above, load them with the package for that, if it is there.",
+            f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",
+            "`load_pretrained` above, load them with the package for that, if it is installed.",
         ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
     own = [item.name for item in contents.items if item.has_scales and not item.portable]
     if own:
         return [
-            f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first `{printable(own[0])}`) are stored "
+            f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first {code_span(own[0])}) are stored "
             "with scales under names that end in `_quantized`, a layout that only dtype-engine reads. transformers reports them "
             "as missing and makes them at random.",
         ]
@@ -146,19 +161,10 @@ def _theirs(contents: Contents) -> list[str]:
             "reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they are in."
         )
     elif any(item.portable for item in contents.items):
-        rounded = (
-            ""
-            if config_dtype == "float32"
-            else f" Left out, the float32 scales are rounded to {config_dtype}, and weights may differ in their last bits."
-        )
-        lines.append(
-            "Plain `from_pretrained` of transformers reads it where the compressed-tensors package is installed. With "
-            f"`quantization_config=CompressedTensorsConfig(dequantize=True)` the values are the same as above.{rounded}"
-        )
+        lines += _scaled_weights(contents)
         if experts(contents.items):
             lines.append(
-                "Experts, which transformers packs into one weight a layer, come in bfloat16 where their codes are of less than 8 "
-                "bits or in groups, so that values may differ in their last bits, and their activations are not quantised."
+                "transformers packs the experts of a layer into one weight and does not quantise their activations."
             )
         if any(item.quantised_inputs for item in contents.items):
             lines.append(
@@ -167,10 +173,27 @@ def _theirs(contents: Contents) -> list[str]:
             )
     if computed - {config_dtype}:
         lines.append(
-            "Plain `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one without a word: "
-            f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same; "
-            f"the memory is that of {config_dtype}, and what the model computes is no longer in the dtypes of the table."
+            "Plain `from_pretrained` of transformers 5 silently brings a checkpoint of several dtypes into one: "
+            f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same, "
+            f"but the memory is that of {config_dtype}, and the model no longer computes in the dtypes of the table."
         )
     if not lines:
-        lines.append(f"Plain `from_pretrained` of transformers loads it just so: all weights are in {config_dtype}.")
+        lines.append(f"Plain `from_pretrained` of transformers gives the same: all weights are in {config_dtype}.")
     return "\n\n".join(lines).split("\n")
+
+
+def _scaled_weights(contents: Contents) -> list[str]:
+    """A paragraph and a table of what transformers gives for weights with scales in the layouts of compressed-tensors."""
+    wide = export_dtype(contents)
+    table = [
+        "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",
+        "|---|---|---|",
+    ]
+    for (dtype, expert), given in outcomes(_kinds(contents), wide).items():
+        plain, dequantized = (outcome.format(wide=wide) for outcome in given)
+        table.append(f"| {'experts' if expert else 'linear layers'} in {dtype} | {plain} | {dequantized} |")
+    return [
+        "Plain `from_pretrained` of transformers 5 needs the compressed-tensors package to load it. Compared with the values that "
+        "`load_pretrained` gives for the weights with scales, it gives",
+        "\n".join(table),
+    ]

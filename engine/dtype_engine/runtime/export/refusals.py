@@ -1,4 +1,4 @@
-"""What can't be exported, and why, before a byte is written."""
+"""Refusing what can't be exported, before anything is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for formats that no file has, and for two layouts that no configuration names together."""
+    """Raise UserError for a format that no checkpoint has, and for two layouts that one configuration can't name together."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None
@@ -39,13 +39,13 @@ def refuse_unstored(items: Sequence[ExportTensor]) -> None:
             of_layout["fp8" if blocks is not None and blocks.layout == "fp8" else ""] = item.dtype
     if all(of_layout.values()):
         raise UserError(
-            f"{of_layout['fp8']} and {of_layout['']} can't be exported together: the fp8 layout of DeepSeek has no other "
-            "formats beside it; cast to fp8@128x128, whose scales are float32, instead"
+            f"{of_layout['fp8']} and {of_layout['']} can't be exported together: the fp8 layout of DeepSeek allows no "
+            "other formats; cast to fp8@128x128, whose scales are float32, instead"
         )
 
 
 def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for the first tensor that safetensors can't hold; the message says what to do."""
+    """Raise UserError, which says what to do, for the first tensor that safetensors can't hold."""
     lost = [
         item
         for item in items

@@ -1,5 +1,5 @@
-"""Scales that several tensors of an export share: fused siblings (`core.fused`), and weights of the files that loading packs into
-one (the experts of a layer), which have the scales of the packed weight.
+"""Scales that several tensors of an export share: those of fused siblings (`core.fused`), and those of weights that loading packs
+into one, such as the experts of a layer, which have the scales of the packed weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, shari
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """The items, fused siblings with the scale that they share. canonical: the names in the model by those in the files."""
+    """Give fused siblings among the items the scale that they share. canonical: the names in the model by the names in the
+    files.
+    """
     cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
     shared: dict[tuple[str, ...], SharedScale] = {}
     of_item: dict[str, SharedScale] = {}
@@ -33,9 +35,9 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 def with_packed_scales(
     items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
 ) -> list[ExportTensor]:
-    """The items; parts of what is packed when it is loaded say so, with the scale that it has then, where several share one.
+    """Mark the items that loading packs into one weight, and give them the scale of the packed weight if they share it.
 
-    Raises UserError for a part whose codes and scales are not those that the packed weight has in its place.
+    Raises UserError for a part whose codes and scales would differ from those of the packed weight in its place.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]
@@ -66,7 +68,7 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that gets scales and has another shape in the model: its rows are others there."""
+    """Raise UserError for a weight that gets scales but has another shape, and so other rows, in the model."""
     info = tree.canonical(placement.name) if placement is not None else None
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
         return

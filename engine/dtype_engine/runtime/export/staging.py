@@ -1,4 +1,6 @@
-"""The folder that an export goes to: written beside its target, renamed when whole. The source is never written to."""
+"""The folder of an export. It is written under a temporary name next to its target and renamed once it is complete. The source is
+never written to.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,18 @@ ALONG = (
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Files that belong to a model beside its weights and its configuration."""
+"""The files that belong to a model in addition to its weights and its configuration."""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
-"""Bytes left for headers and small files."""
+"""Bytes that are reserved for headers and small files."""
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """The folder to write, its parent resolved. Raises UserError when it holds something, or can't be made there.
+    """Check that an export can be written to `target`; returns its absolute path. Raises UserError if it is not empty or can't be
+    made.
 
-    `force`: an export of this program, known by its mark, is replaced; nothing else is, nor one that holds
-    any of the files `keep`, or in which the program runs.
+    force: whether an export of this program in that place is replaced. Nothing else is replaced, nor a folder that holds any of the
+    files `keep`, nor the current folder of the program.
     """
     target = target.expanduser().absolute()
     if not target.name:
@@ -67,11 +70,11 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 @contextmanager
 def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
-    """A new folder beside `target` to write into, which gets its name when the block ends well, and vanishes otherwise.
+    """Give a new folder next to `target` to write into. It is renamed to `target` if the block ends without an error, and removed
+    otherwise.
 
-    Everything is on the disk before the name is given. `force`: what has the name is moved aside, and removed when its
-    successor is in place. Raises UserError when fewer than `needed` bytes are free, when the disk fills up nevertheless, or
-    can't be written to.
+    All data is flushed to the disk before the folder is renamed. force: whether an existing folder is replaced; it is moved aside
+    first and removed once the new one is in place. Raises UserError if fewer than `needed` bytes are free or writing fails.
     """
     free = shutil.disk_usage(target.parent).free
     if free < needed + _SLACK:
@@ -86,7 +89,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
-            # Locked until it has its name: whenever this process ends, the next export knows what it left.
+            # The lock lasts until the folder is renamed. If this process ends before, the next export recognises what it left.
             _give_name(stage, target, force)
             named = True
         fsync_dir(target)
@@ -99,7 +102,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Bring all of a folder to the disk, the folders in it too."""
+    """Flush a folder and everything in it to the disk."""
     for entry in folder.iterdir():
         if entry.is_dir():
             os.chmod(entry, 0o777 & ~umask())
@@ -111,7 +114,7 @@ def _sync_all(folder: Path) -> None:
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:
-    """Rename the stage to the target. What a forced export replaces is out of the way for a moment, never half gone."""
+    """Rename the stage to the target. An export that is replaced is moved aside as a whole, so it is never partly deleted."""
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
@@ -131,9 +134,10 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:
-    """Copy tokenizer, processor and the like from a checkpoint's folder. Notices of those that were not copied.
+    """Copy the files of tokenizer and processor from a checkpoint's folder; returns notices of files that were not copied.
 
-    Only regular files with known names, and no link that leads out of the folder (but for the Hugging Face cache's own).
+    Only regular files with known names are copied, and no links that lead out of the folder, except those of the Hugging Face
+    cache.
     """
     notices = []
     for entry in sorted(source.iterdir()):

@@ -1,7 +1,7 @@
-"""Writing safetensors files a tensor at a time, in blocks: memory never holds more than a block for each thread.
+"""Writing safetensors files in blocks of tensors, so that memory holds only one block for each thread.
 
-The format is a length, a JSON header, and the tensors' bytes. Sizes are known beforehand, so the header can be written
-first; the safetensors library would need all the tensors of a file at once.
+A file is a length, a JSON header, and the bytes of the tensors. All sizes are known in advance, so the header can be written first.
+The safetensors library would need all tensors of a file in memory at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
-from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
+from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
 from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
 from dtype_engine.runtime.model.pread_reader import FileValues
@@ -35,16 +35,16 @@ from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 
 _BLOCK = 1 << 20
-"""Bytes that are cast or copied at once: small enough that it stays warm in a processor's cache."""
+"""The bytes of a block, few enough to stay in a processor's cache."""
 _MOST_THREADS = 4
-"""More would wait for the file more than they work, each with buffers of its own."""
+"""The most threads that write a file. More would mostly wait for the file, and each has its own buffers."""
 _LOOK_S = 0.2
-"""A signal that comes between two instructions of the interpreter, just before it waits for a thread, is seen after the wait."""
+"""The longest time in seconds that the main thread waits at once. A signal that arrives just before a wait is handled after it."""
 
 
 class Progress:
-    """Counts bytes written in any thread, calls `on_bytes(done, total)`, and asks after each block whether to stop. Raises
-    Cancelled, and UserError when one of the `files` that are read is not what was opened any more.
+    """Counts the bytes that all threads have written, and reports them as `on_bytes(done, total)` after each block. It then raises
+    Cancelled if the export is cancelled, and UserError if one of the source's `files` has changed.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Progress:
         self._watch.look()
 
     def stop(self) -> None:
-        """Make threads that still write end after their block."""
+        """Make all threads stop after their current block."""
         self._stopped = True
 
 
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """A file's length and header, and where in the file each tensor begins.
+    """The length and the header of a file, and the place in the file at which each tensor begins.
 
-    Laid out as the safetensors library does it: the widest dtypes first, then by name, so that every tensor is aligned.
+    The order is that of the safetensors library: the widest dtypes first, then by name, so that every tensor is aligned.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -104,15 +104,16 @@ def write_file(
     progress: Progress,
     lost: list[ValueLoss] | None = None,
 ) -> None:
-    """One safetensors file with these items, several written side by side. The weights whose cast loses
-    values are added to `lost` in no order; None: losses are not counted. Raises Cancelled, OSError.
+    """Write a safetensors file with these items, several of them in parallel.
+
+    lost: gets the weights whose cast loses values, in no order; None to count no losses. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
     with open(path, "wb", buffering=0) as file:
         _write(file.fileno(), head, 0)
-        write = partial(_write_item, _Out(file.fileno(), progress), starts, lost)
-        # A new thread takes over the number of torch threads set just now.
+        write = partial(_write_item, _Target(file.fileno(), progress), starts, lost)
+        # New threads inherit the number of torch threads that is set here.
         with single_intraop_thread(), ThreadPoolExecutor(threads) as pool:
             try:
                 for future in [pool.submit(write, item) for item in items]:
@@ -126,20 +127,20 @@ def write_file(
 
 
 @dataclass(frozen=True, slots=True)
-class _Out:
-    """An open file that is written in several threads, and who counts what is."""
+class _Target:
+    """An open file that several threads write, and the progress of writing it."""
 
     file: int
     progress: Progress
 
     def put(self, block: torch.Tensor, at: int) -> None:
-        """Write the bytes of a tensor. Raises Cancelled, UserError, OSError."""
+        """Write the bytes of a tensor at the offset `at`. Raises Cancelled, UserError and OSError."""
         data = _as_bytes(block)
         _write(self.file, data.numpy().data, at)
         self.progress.wrote(len(data))
 
 
-def _write_item(out: _Out, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
+def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
     offsets = [starts[entry.name] for entry in item.entries]
     if item.input_scale is not None:
         assert item.input_scale.value is not None, item.name
@@ -161,10 +162,10 @@ def _write_values(
     values: torch.Tensor | FileValues,
     item: ExportTensor,
     offsets: Sequence[int],
-    out: _Out,
+    out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """An item's values in its dtype, and what that loses."""
+    """Write the values of an item in its dtype, and add what the cast loses to `lost`."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)
@@ -177,16 +178,16 @@ def _write_values(
 
 
 def _write_tensor(
-    values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Out, at: int, counter: LossCounter | None = None
+    values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None = None
 ) -> None:
-    """The values in `dtype`, cast block by block: a cast is of each element alone, so this gives what the whole would."""
+    """Write values cast to `dtype`, a block at a time. A cast works on single elements, so the blocks do not change the result."""
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
         return
     flat = values.reshape(-1)
     count, stored = values.numel(), values.dtype
     step = max(1, min(count, _BLOCK // max(stored.itemsize, dtype.itemsize)))
-    # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
+    # torch casts bfloat16 to float16 one element at a time, but both of them to and from float32 eight at a time.
     wide = torch.empty(step) if stored == torch.bfloat16 and dtype == torch.float16 else None
     cast = torch.empty(step, dtype=dtype)
     for start in range(0, count, step):
@@ -199,16 +200,16 @@ def _write_tensor(
         out.put(done, at + start * dtype.itemsize)
 
 
-def _write_bytes(tensor: torch.Tensor, out: _Out, at: int) -> None:
+def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
     data = _as_bytes(tensor)
     for start in range(0, len(data), _BLOCK):
         out.put(data[start : start + _BLOCK], at + start)
 
 
 def _write_codes(
-    tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Out, at: int, counter: LossCounter | None
+    tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """The tensor in a storage-only dtype, whose codes are a byte each; returns its scales."""
+    """Write the codes of a tensor in a storage dtype without blocks, a byte for each; returns the scales."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
@@ -219,7 +220,7 @@ def _write_codes(
 
 
 def _shared_amax(item: ExportTensor) -> float | None:
-    """The largest |value| that an item's scale is for, where others share it."""
+    """The largest |value| of all tensors that share an item's scale; None if it has its own."""
     return item.shared.amax() if item.shared is not None else None
 
 
@@ -227,10 +228,10 @@ def _write_blocks(
     tensor: torch.Tensor | FileValues,
     item: ExportTensor,
     offsets: Sequence[int],
-    out: _Out,
+    out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """The tensor in a format with blocks: packed codes as they are made, then scales and what else the format has."""
+    """Write a tensor in a format with blocks: packed codes as they are made, then scales and the other tensors of the format."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing
@@ -245,13 +246,13 @@ def _write_blocks(
         out.put(packed, offsets[0] + chunk.first * packed.shape[1] * packed.element_size())
 
     of_tensor = quantize_chunks(tensor, item.dtype, write, amax=_shared_amax(item))
-    rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
+    rest = scale_tensors([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
         _write_bytes(part, out, at)
 
 
-def _copy(source: ByteRange, out: _Out, at: int) -> None:
-    """A tensor's bytes as they are, from file to file."""
+def _copy(source: ByteRange, out: _Target, at: int) -> None:
+    """Copy the bytes of a tensor from file to file. Raises Cancelled, UserError and OSError."""
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:
@@ -266,10 +267,10 @@ def _copy(source: ByteRange, out: _Out, at: int) -> None:
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """A whole file as it is, to a new one. Raises UserError when it can't be read, OSError when it can't be written, Cancelled."""
+    """Copy a whole file to a new one. Raises UserError if it can't be read, OSError if it can't be written, and Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
-        _copy(whole, _Out(out.fileno(), progress), 0)
+        _copy(whole, _Target(out.fileno(), progress), 0)
 
 
 def _write(out: int, data: bytes | memoryview, at: int) -> None:
@@ -280,5 +281,5 @@ def _write(out: int, data: bytes | memoryview, at: int) -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as uint8 [nbytes], on the CPU."""
+    """The bytes of a tensor as uint8 [nbytes] on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -1,5 +1,6 @@
-"""Formats whose scales belong to blocks of a weight. What each is without torch stands in `core.block_formats` and `core.dtypes`.
+"""Formats whose scales belong to blocks of a weight. `core.block_formats` and `core.dtypes` describe them without torch.
 
-A file a family says how scales follow from a block's values: `mx`, `nvfp4`, `fp8_blocks`, `grouped_ints`. `code_packing` rounds to
-4, 6 and 8 bit floats and packs codes into bytes; `blocks` quantizes some rows of a weight, `quantize_blocks` a whole one.
+Each family of formats has a file that computes scales from the values of a block: `mx`, `nvfp4`, `fp8_blocks`, `grouped_ints`.
+`code_packing` rounds to floats of 4, 6 and 8 bits and packs codes into bytes. `blocks` quantizes some rows of a weight,
+`quantize_blocks` a whole weight.
 """

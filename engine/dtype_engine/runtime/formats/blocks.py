@@ -16,16 +16,16 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Rows of a weight, as [rows, width] of all its matrices below each other.
-
-    first: the index of its first row; first_scale: that of its first row of scales. values: what was quantized. units: what the
-    codes stand for before the scale, the zero point taken off; both float32 [rows, width], in memory that is used again.
-    """
+    """Some quantized rows of a weight, all of whose matrices are stacked as [rows, width]."""
 
     first: int
+    """The index of the first row."""
     first_scale: int
+    """The index of the first row of scales."""
     values: torch.Tensor
+    """The values before quantization, float32 [rows, width], in memory that the next chunk overwrites."""
     units: torch.Tensor
+    """The codes less their zero point, before the scale: float32 [rows, width], in memory that the next chunk overwrites."""
     scales: Scales
 
     def codes(self, element: DType) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Chunk:
         return self.units.to(getattr(torch, element.torch_name))
 
     def file_codes(self, element: DType) -> torch.Tensor:
-        """The codes as a file has them, before they are packed: those of zero points with the zero point."""
+        """The codes as a file has them before packing, with the zero point added where the format has one."""
         if self.scales.zero is None or element.blocks is None:
             return self.codes(element)
         rows, width = self.units.shape
@@ -42,9 +42,9 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes some rows of a weight after the other, in memory of its own.
+    """Quantizes one chunk of a weight after another in the same buffers, so that it allocates nothing for each.
 
-    rows, width: of the largest chunk. of_tensor: the scale of the whole tensor, where the format has one.
+    rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, where the format has one.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize rows of any float dtype. Values that are not finite count for no scale; infinities become the largest code, NaN
-        stays where the element has it and is 0 where not.
+        """Quantize rows of any float dtype. Scales follow from the finite values alone. An infinity becomes the largest code; NaN
+        stays NaN if the element type has it and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)
@@ -72,7 +72,7 @@ class BlockWork:
         scales = self._scales(values, spare)
         torch.div(self._in_blocks(values), scales.effective[:, None, :, None], out=self._in_blocks(scaled))
         if self.element.kind == "int":
-            self._round_to_int(scaled, scales.zero, units)
+            self._round_to_int(scaled, scales, units)
         else:
             scaled.clamp_(-self.element.max, self.element.max)
             if self.element.bits < 8:
@@ -81,7 +81,7 @@ class BlockWork:
         return Chunk(first, first_scale, values[:rows, : self.width], units[:rows, : self.width], scales)
 
     def dequantize(self, chunk: Chunk) -> torch.Tensor:
-        """What the codes of a chunk that was just made stand for: float32 [rows, width], in memory that is used again."""
+        """The values of the chunk that `quantize` made last: float32 [rows, width], in memory that the next chunk overwrites."""
         down, rows = len(chunk.scales.effective), len(chunk.units)
         padded = down * self.blocks.rows
         out = self._scaled[:padded]
@@ -91,13 +91,13 @@ class BlockWork:
         return out[:rows, : self.width]
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """[rows, width] as [down, rows of a block, across, columns of a block]."""
+        """View [rows, width] as [down, rows of a block, across, columns of a block]."""
         return values.view(-1, self.blocks.rows, values.shape[1] // self.blocks.columns, self.blocks.columns)
 
     def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:
         if self.blocks.zero_points:
             low, high = self._in_blocks(values).amin(dim=(1, 3)), self._in_blocks(values).amax(dim=(1, 3))
-            if not bool(torch.isfinite(high - low).all()):
+            if not bool((torch.isfinite(low) & torch.isfinite(high)).all()):
                 finite = self._in_blocks(torch.nan_to_num(values, 0.0, 0.0, 0.0))
                 low, high = finite.amin(dim=(1, 3)), finite.amax(dim=(1, 3))
             return grouped_ints.asymmetric(low.clamp_(max=0), high.clamp_(min=0), self.element)
@@ -114,25 +114,29 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """The largest of each block, none negative: float32 [down, across]. Their bits are in the same order as they are, and torch
-        is several times as fast with integers of which few belong together.
+        """The largest of each block of magnitudes: float32 [down, across]. The bits of floats that are not negative have the order
+        of their values, and torch reduces integers in small groups several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
-    def _round_to_int(self, scaled: torch.Tensor, zero: torch.Tensor | None, units: torch.Tensor) -> None:
+    def _round_to_int(self, scaled: torch.Tensor, scales: Scales, units: torch.Tensor) -> None:
         least, most = grouped_ints.code_range(self.element)
         _drop_nan(scaled)
-        if zero is None:
+        if scales.zero is None:
             torch.round(scaled.clamp_(least, most), out=units)
-            return
-        shift = zero.to(torch.float32)[:, None, :, None]
-        self._in_blocks(scaled).add_(shift)
-        torch.round(scaled.clamp_(least, most), out=units)
-        self._in_blocks(units).sub_(shift)
+        else:
+            shift = scales.zero.to(torch.float32)[:, None, :, None]
+            self._in_blocks(scaled).add_(shift)
+            torch.round(scaled.clamp_(least, most), out=units)
+            self._in_blocks(units).sub_(shift)
+        if (limit := grouped_ints.code_limit(scales, self.element)) is not None:
+            bound = limit[:, None, :, None]
+            blocks = self._in_blocks(units)
+            torch.maximum(torch.minimum(blocks, bound, out=blocks), -bound, out=blocks)
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Make NaN 0, which has no code. Looking at the sum is one pass, replacing it two."""
+    """Replace NaN, which has no code, by 0. The sum shows in one pass whether there is any; replacing takes two."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 
@@ -143,8 +147,8 @@ def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """A weight of `shape` in chunks of about `elements`: the rows of each, of all its matrices below each other, and the rows of
-    its scales. None ends within a block.
+    """Divide a weight of `shape` into chunks of about `elements`, none of which ends within a block. Yields the rows of each chunk,
+    counted over all matrices of the weight, and the rows of its scales.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

@@ -1,7 +1,8 @@
-"""fp8 in blocks of 128 x 128, as DeepSeek-V3 has it: e4m3, and a scale for each block.
+"""fp8 in blocks of 128 x 128, as in DeepSeek-V3: elements in e4m3, and a scale for each block.
 
-The scale is amax / 448 in float32, and float32's epsilon for a block of zeros, as in compressed-tensors. As `ue8m0` it is the
-power of two at or above that, a byte, and 1 for a block of zeros, as in transformers.
+The scale is amax / 448 in float32, or float32's epsilon for a block of zeros, as in compressed-tensors. With `ue8m0` it is the next
+power of two, stored as a byte, or 1 for a block of zeros, as in transformers. No scale is so large that 448 times the scale is
+infinite in float32.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 
 from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats import mx
-from dtype_engine.runtime.formats.scales import Scales
+from dtype_engine.runtime.formats.scales import Scales, largest_scale
 
 _EPSILON = torch.finfo(torch.float32).eps
 _ONE = 127
@@ -26,6 +27,6 @@ def scales(amax: torch.Tensor, element: DType) -> Scales:
             torch.where(zero, 1.0, powers.effective),
             torch.where(zero, torch.full_like(powers.stored, _ONE), powers.stored),
         )
-    plain = amax / element.max
+    plain = (amax / element.max).clamp_(max=largest_scale(element.max))
     plain = torch.where(plain == 0, _EPSILON, plain)
     return Scales(plain, plain)

@@ -1,8 +1,9 @@
-"""int4 and int8 in groups along a row, as compressed-tensors has them in float32 arithmetic, with scales in bfloat16.
+"""int4 and int8 in groups along a row: the float32 arithmetic of compressed-tensors, with scales in bfloat16.
 
 Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale =
-(max - min) / 15 over the values and 0, and z = round(-8 - min / scale) stands for 0. bfloat16 is what models are stored and
-loaded in, so no loader rounds the scales; one that would be zero is bfloat16's epsilon.
+(max - min) / 15 over the values and 0, and the code z = round(-8 - min / scale) means 0. Models are stored and loaded in bfloat16,
+so no loader rounds such scales; a scale that would be zero is bfloat16's epsilon. Codes whose product with the scale would be
+infinite in float32 are not used: see `code_limit`.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.core.dtypes import DType
-from dtype_engine.runtime.formats.scales import Scales
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 
 _EPSILON = torch.finfo(torch.bfloat16).eps
 
@@ -20,15 +21,24 @@ def code_range(element: DType) -> tuple[int, int]:
     return -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
 
 
+def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
+    """For each group, the largest |code - zero point| whose product with the scale is finite in float32; None if all codes are."""
+    least, most = code_range(element)
+    reach = most - least if scales.zero is not None else -least
+    limit = torch.floor(FLOAT32_MAX / scales.effective)
+    return limit if bool((limit < reach).any()) else None
+
+
 def symmetric(amax: torch.Tensor, element: DType) -> Scales:
     """The scales of groups whose largest |value| is `amax`, float32, finite; stored as bfloat16."""
     return _rounded(amax / (((1 << element.bits) - 1) / 2))
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
-    """Scales and zero points of groups whose values and 0 reach from `low` to `high`, float32, finite."""
+    """Scales and zero points of groups whose values, and 0, lie between `low` and `high`, float32, finite."""
     least, most = code_range(element)
-    wide = (high - low) / (most - least)
+    span = high - low
+    wide = torch.where(torch.isfinite(span), span / (most - least), high / (most - least) - low / (most - least))
     zero = (least - low / wide).nan_to_num_(0.0).clamp_(least, most).round_()
     return _rounded(wide, zero.to(torch.int8))
 

@@ -1,7 +1,8 @@
-"""NVFP4: e2m1 in blocks of 16, a scale in e4m3 for each, and one float32 for the tensor.
+"""NVFP4: elements in e2m1 in blocks of 16, a scale in e4m3 for each block, and one float32 scale for the tensor.
 
-As compressed-tensors has it: the tensor's is g = 1 / amax(tensor) * (448 * 6), by which is divided; a block's is
-e4m3(amax(block) / 6 * g), never zero (then it is 0.125); an element is e2m1(w / (s / g)), and stands for that times s / g.
+The arithmetic is that of compressed-tensors. The scale of the tensor is g = 1 / amax(tensor) * (448 * 6). The scale of a block is
+s = e4m3(amax(block) / 6 * g), or 0.125 where that is zero. The code of a value w is e2m1(w / (s / g)), and its value is the code
+times s / g. g is never so small that the largest of these values is infinite in float32.
 """
 
 from __future__ import annotations
@@ -9,21 +10,27 @@ from __future__ import annotations
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.formats.scales import Scales
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX, Scales
 
 _ELEMENT = dtypes.BY_NAME["nvfp4"].max
 _SCALE = dtypes.BY_NAME["float8_e4m3fn"].max
 _FOR_ZERO = 0.125
+_LEAST = _SCALE * _ELEMENT / FLOAT32_MAX * (1 + 2**-22)
+"""The smallest scale of a tensor: rounded up by two bits of float32, so that neither division rounds the largest value up to
+infinity.
+"""
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of a tensor, or of several that share it, by its largest |value|: float32, 0-d. 1 where it would be infinite."""
+    """The scale of a tensor whose largest |value| is `amax`, or of several that share it: float32, 0-d; 1 if it would be
+    infinite.
+    """
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
-    return torch.where(torch.isfinite(scale), scale, 1.0)
+    return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
-    """The scales of blocks whose largest |value| is `amax`, float32, under that of the tensor; stored as float8_e4m3fn."""
+    """The scales of blocks whose largest |value| is `amax`, float32, under the scale of the tensor; stored as float8_e4m3fn."""
     wide = (amax / _ELEMENT * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

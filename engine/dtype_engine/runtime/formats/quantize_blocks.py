@@ -33,8 +33,8 @@ def quantize_chunks(
 ) -> torch.Tensor | None:
     """Quantize a weight a chunk at a time; returns the scale of the tensor, where the format has one.
 
-    `on_chunk` is called in several threads, in no order. amax: the largest |value| that the scale of the tensor is for, where
-    others share it; None for its own.
+    on_chunk: called with each chunk, in several threads and in no order. amax: the largest |value| of all tensors that share the
+    scale of the tensor; None where this tensor has its own.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -58,10 +58,9 @@ def quantize_chunks(
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of a weight, in its shape, as float8_e4m3fn or int8, and what each block's are multiplied by: float32
-    [down, across].
+    """The codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [down, across].
 
-    In a format with zero points the codes are those less the zero point. amax: as `quantize_chunks` has it.
+    In a format with zero points, the zero point is subtracted from the codes. amax: as in `quantize_chunks`.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -80,7 +79,9 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
-    """What a weight has after its codes are dequantized again, in its own dtype; element: a row of the table, or like one."""
+    """The values of a weight, quantized and dequantized again, in its own dtype. element: a row of `core.dtypes`, or one like
+    it.
+    """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)
@@ -93,9 +94,9 @@ def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
 
 
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales, as `quantize_blocks` gives them, of the parts of a weight in a file, by their suffixes.
+    """The codes and scales, as `quantize_blocks` gives them, of a weight that a file holds in parts.
 
-    The parts are as `core.block_formats.parts` has them.
+    parts: the tensors of the file by the suffixes that `core.block_formats.parts` names.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks
@@ -118,12 +119,12 @@ def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: st
     return codes.reshape(tuple(shape)), scale
 
 
-def beside_codes(
+def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
-    """What a file has of a weight besides its codes, in the order of `core.block_formats.parts`.
+    """The tensors that a file has for a weight in addition to its codes, in the order of `core.block_formats.parts`.
 
-    scales: of all its chunks, from the first rows to the last. of_tensor: the scale of the tensor, where the format has one.
+    scales: those of all chunks, in the order of their rows. of_tensor: the scale of the tensor, where the format has one.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

@@ -1,4 +1,4 @@
-"""A tensor in pieces: rows of it, and work on them in several threads."""
+"""Working on a tensor in pieces, which are whole rows of it, in several threads."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar, overload
 import torch
 
 CHUNK = 1 << 19
-"""Elements that are worked on at once: so few that they stay in the cache, so many that Python's share is small."""
+"""Elements in a piece: few enough to stay in the processor's cache, many enough that Python's overhead is small."""
 _DEVICE_CHUNK = 1 << 22
-"""The same on an accelerator, where starting the work on a small chunk takes longer than the work."""
+"""Elements in a piece on an accelerator, where launching the work on a small piece takes longer than the work itself."""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """Values that need not be in memory: slices of rows (or of elements, of what is flat) are read, in several threads."""
+    """A matrix or a flat tensor that need not be in memory: slices of its rows or elements are read, in several threads."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The part of a tensor's interface that one still in its file has."""
+    """The part of a tensor's interface that values in a file have, too."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -50,8 +50,8 @@ class Values(Protocol):
 
 @contextmanager
 def single_intraop_thread() -> Iterator[None]:
-    """Torch on one thread for a while. Blocks are small, and threads that wait for each other after every one of them take
-    ten times as long where other programs want the processors too.
+    """Run torch on one thread while the block runs. Pieces are small, and threads that wait for each other after every operation
+    take ten times as long when other programs use the processors too.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,12 +62,12 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """About how many elements are worked on at once on a device."""
+    """About how many elements a piece has on a device."""
     return CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def row_slices(rows: Rows | torch.Tensor) -> list[slice]:
-    """The whole rows of a matrix (or the elements of what is flat) in chunks of about `chunk_elements`."""
+    """The rows of a matrix, or the elements of a flat tensor, in pieces of about `chunk_elements`."""
     count = rows.shape[0]
     step = max(1, chunk_elements(rows.device) // max(1, math.prod(rows.shape[1:])))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
@@ -84,7 +84,7 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """The largest finite |value| of a tensor in float32, 0 of an empty one; a chunk at a time."""
+    """The largest finite |value| of a tensor in float32, or 0 if it is empty; read a piece at a time."""
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
@@ -96,19 +96,21 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Run `work` on every n-th of `count` blocks in n threads, as many as torch has now, each with one intra-op thread, so that
-    a block stays in one core's cache. The split is deterministic, and with it the sums. This thread is one of them, the others
-    stay for the next call: threads that were just started share a core for some milliseconds, longer than many calls last.
-    On an accelerator, which is parallel within a block, this thread does all of them.
+    """Run `work` in as many threads as torch has now, on every n-th of `count` pieces in each of n threads; returns the results.
 
-    Raises what `work` raises, once no thread is at it any more.
+    Each thread has one intra-op thread, so that a piece stays in one core's cache. The split, and with it every sum, is
+    deterministic. The calling thread is one of them; the others are kept for the next call, since threads that have just started
+    share a core for some milliseconds, longer than many calls take. On an accelerator, which is parallel within a piece, the
+    calling thread does all of the work.
+
+    Raises what `work` raises, after all threads have finished.
     """
     most = torch.get_num_threads()
     threads = max(1, min(most, count // _BLOCKS_WORTH_A_THREAD)) if device.type == "cpu" else 1
     with single_intraop_thread():
         if threads == 1:
             return [work(range(count))] if count else []
-        pool = _threads_beside(most - 1)
+        pool = _worker_threads(most - 1)
         futures = [pool.submit(work, range(first, count, threads)) for first in range(1, threads)]
         try:
             own = work(range(0, count, threads))
@@ -118,12 +120,12 @@ def parallel_map(work: Callable[[range], T], count: int, device: torch.device = 
 
 
 @cache
-def _threads_beside(count: int) -> ThreadPoolExecutor:
-    """So many threads, each with as many intra-op threads as torch has when it is given its first work."""
+def _worker_threads(count: int) -> ThreadPoolExecutor:
+    """A pool of `count` threads, each with as many intra-op threads as torch has when the thread gets its first work."""
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
 
-os.register_at_fork(after_in_child=_threads_beside.cache_clear)  # threads do not come along
+os.register_at_fork(after_in_child=_worker_threads.cache_clear)  # a forked process has none of the threads
 
 
 @overload
@@ -135,7 +137,7 @@ def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
 
 
 def as_rows(tensor: torch.Tensor | Values) -> Rows:
-    """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
+    """A tensor of two or more dimensions as [channels, everything else], any other as [1, elements]."""
     if len(tensor.shape) >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, tensor.numel())

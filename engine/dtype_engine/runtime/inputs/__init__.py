@@ -1,7 +1,7 @@
-"""Calibration inputs: what the reference and the candidate are run on, one call of the model at a time.
+"""Calibration inputs: the calls on which the reference and the candidate are run.
 
-`build` decides what suits a model; `text`, `images`, `audio` and `multimodal` make it, with the preprocessing that the model's
-folder has; `tensor_files` reads a forward pass's own arguments from a file, which `validate` checks.
+`build` chooses the kind of input for a model. `text`, `images`, `audio` and `multimodal` make the inputs, with the preprocessing in
+the model's folder. `tensor_files` reads the arguments of the forward pass from a file, and `validate` checks them.
 """
 
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values

@@ -1,4 +1,4 @@
-"""Sounds for speech and audio models: the user's files or a synthetic tone, through the model's own feature extractor."""
+"""Sounds for speech and audio models: the user's files or a synthetic tone, processed by the model's feature extractor."""
 
 from __future__ import annotations
 
@@ -29,21 +29,26 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Wave = NDArray[np.float32]
-    """Mono, one value a sample, from -1 to 1."""
+    """The samples of a mono sound, from -1 to 1."""
 
 SAMPLE_RATE = 16_000
-"""Hertz: what speech models take unless their feature extractor says otherwise."""
+"""The rate in hertz for models whose feature extractor does not name one; most speech models take it."""
 TONE_SECONDS = 2.0
 _ARGUMENTS = ("input_features", "input_values")
 
 
 def sound_argument(model: LiveModel) -> str | None:
-    """The forward pass's argument for a sound: a spectrogram (`input_features`) or samples (`input_values`)."""
+    """The forward pass's argument for a sound: `input_features` (a spectrogram) or `input_values` (samples); None without
+    either.
+    """
     return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
 
 
 def sound_inputs(model: LiveModel, options: Options) -> Inputs:
-    """A call with each sound, and with a decoder's tokens where there is one. Raises UserError."""
+    """One call for each sound, with tokens for the decoder if the model has one.
+
+    Raises UserError for a sound that can't be used, NoForward if no sound can be made for the model.
+    """
     argument = sound_argument(model)
     assert argument is not None
     extractor = feature_extractor_of(model)
@@ -74,7 +79,7 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
             f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
             f"not say the size of a spectrogram; {hint('tensors')}"
         )
-    # A call for each sound and each text: the shorter list begins again.
+    # Every sound and every text is in a call: the shorter list is repeated.
     pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]
     batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for (kwargs, about), decoder in pairs)
     spectrogram = extractor is None and _spectrogram_shape(model.module.config, argument) is not None
@@ -88,7 +93,9 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """The decoder's tokens: texts that the user gave for it, else made up; nothing without a decoder. Raises UserError."""
+    """Arguments with tokens for the decoder, one for each text that the user gave, otherwise one with random tokens; empty
+    arguments for a model without a decoder. Then how they were made. Raises UserError.
+    """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)
         return [row], how
@@ -103,7 +110,7 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
 
 
 def open_sound(path: Path, rate: int) -> Wave:
-    """A sound file, mixed to mono and resampled to `rate` hertz. Raises UserError for one that can't be read."""
+    """Read a sound file, mix it to mono and resample it to `rate` hertz. Raises UserError for a file that can't be read."""
     import numpy as np
     import soundfile
 
@@ -120,8 +127,8 @@ def open_sound(path: Path, rate: int) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """A wave of `own_rate` hertz at `rate` hertz, as librosa and transformers do it: low-pass filtered, so that nothing above
-    half the new rate folds back, and ceil(samples * rate / own_rate) samples long.
+    """Resample a wave from `own_rate` to `rate` hertz as librosa and transformers do: with a low-pass filter against aliasing, to
+    ceil(samples * rate / own_rate) samples.
     """
     if own_rate == rate:
         return wave
@@ -134,7 +141,7 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 
 def synthetic_tone(rate: int) -> Wave:
-    """A chord (220, 550 and 1320 Hz) that rises and falls five times, with a little noise; the same every time."""
+    """A chord (220, 550 and 1320 Hz) that swells five times, with a little noise; it is the same in every run."""
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -144,14 +151,14 @@ def synthetic_tone(rate: int) -> Wave:
 
 
 def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
-    """[1, *shape], of about unit size: smooth waves with a little noise."""
+    """Smooth waves of about unit size with a little noise: float32 [1, *shape]."""
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.linspace(0, 3, shape[0]), torch.linspace(0, 9, shape[1]), indexing="ij")
     return (torch.sin(x + y) * torch.cos(y) + 0.1 * torch.randn(shape, generator=generator))[None]
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """The size of one spectrogram by the configuration; None where it has none, or where the model takes samples."""
+    """The shape of a spectrogram according to the configuration; None if it does not say, or if the model takes samples."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):
@@ -176,7 +183,7 @@ def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument:
 
 
 def _normalised(wave: Wave, channels: int) -> torch.Tensor:
-    """[1, samples], or [1, channels, samples] where there are any."""
+    """A wave with mean 0 and variance 1: [1, samples], or [1, channels, samples] if `channels` is not 0."""
     samples = torch.from_numpy(wave)
     samples = (samples - samples.mean()) / (samples.var(unbiased=False) + 1e-7).sqrt()
     return samples.expand(1, channels, -1) if channels else samples[None]

@@ -1,111 +1,102 @@
-"""One call of the model, and all of them."""
+"""The inputs of one call of the model, and of all calls."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.model.containers import named_tensors_in, with_tensors
 from dtype_engine.runtime.model.torch_private import WithoutModes
-from dtype_engine.runtime.modes.op_tables import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the module. `next_tokens` ([batch, positions], int64, -100 where there is none) is what a language
-    model should have predicted at each position. `about` says what it is where the text does not: a picture, a sound."""
+    """The inputs of one call of the model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
+    """The token that a language model should predict at each position: int64 [batch, positions], -100 for none."""
     text: str | None = None
+    """The text of the call, to show it; None if it is not known."""
     about: str | None = None
+    """A description of the picture or the sound in the call."""
 
     @property
     def elements(self) -> int:
-        """Of all its tensors: what the length of a pass goes by."""
-        return sum(tensor.numel() for tensor in tensors_in(self.args, self.kwargs))
+        """The elements of all its tensors, from which the length of a pass is estimated."""
+        return sum(tensor.numel() for _, tensor in self.named_tensors())
+
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor with its argument's name: positional ones by their index, nested ones with a dot."""
+        for index, value in enumerate(self.args):
+            yield from named_tensors_in(f"argument {index}", value)
+        for name, value in self.kwargs.items():
+            yield from named_tensors_in(name, value)
 
     def run(self, module: Callable[..., Any]) -> Any:
-        """Call the module with tensors of its own: what it writes to them stays in this call."""
-        own = _Copies()
-        with WithoutModes():  # no operation of the model's
-            args, kwargs = own.of(self.args), own.of(self.kwargs)
+        """Call the module with copies of the tensors, so that what it writes to them stays in this call. A tensor that is given
+        twice is copied once: attention asks whether its query is its key.
+        """
+        copies: dict[int, torch.Tensor] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.clone()
+            return copies[id(tensor)]
+
+        with WithoutModes():  # the model does not call these operations
+            args, kwargs = with_tensors((self.args, self.kwargs), copied)
         return module(*args, **kwargs)
 
     def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:
         """The same on a device, its float tensors in `floats` where given."""
-        return Batch(
-            tuple(_moved(value, device, floats) for value in self.args),
-            {key: _moved(value, device, floats) for key, value in self.kwargs.items()},
-            self.next_tokens,
-            self.text,
-            self.about,
-        )
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, floats if tensor.is_floating_point() else None)
+
+        args, kwargs = with_tensors((self.args, self.kwargs), moved)
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All batches, and what they are in a few words for the screen.
-
-    made: they were made up here, not given as tensors. prompts: each is a whole prompt, to be continued as it is.
-    made_of: where each part came from, a sentence each.
-    """
+    """The inputs of all calls."""
 
     batches: tuple[Batch, ...]
     description: str
+    """What they are, in a few words for the screen."""
     tokenizer: Any = None
     made: bool = True
+    """Whether this program made the tensors; False if the user gave them."""
     prompts: bool = False
+    """Whether each call is a whole prompt, which can be continued by generation."""
     made_of: tuple[str, ...] = ()
-
-
-def _moved(value: Any, device: torch.device, floats: torch.dtype | None) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(device, floats) if floats is not None and value.is_floating_point() else value.to(device)
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device, floats) for item in value)
-    if isinstance(value, dict):
-        return {key: _moved(item, device, floats) for key, item in value.items()}
-    return value
-
-
-class _Copies:
-    """Copies of tensors, and of the lists, tuples and dicts that hold them. A tensor that is given twice stays one: attention asks
-    whether its query is its key.
-    """
-
-    def __init__(self) -> None:
-        self._made: dict[int, torch.Tensor] = {}
-
-    def of(self, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self._made:
-                self._made[id(value)] = value.clone()
-            return self._made[id(value)]
-        if type(value) in (list, tuple):
-            return type(value)(self.of(item) for item in value)
-        if type(value) is dict:
-            return {key: self.of(item) for key, item in value.items()}
-        return value
+    """How each part was made, one phrase for each."""
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Inputs from what a user gave: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of
-    these.
+    """Inputs from what a user gave: a mapping (keyword arguments), a tuple (positional ones), one argument that is a tensor, a
+    packed sequence or a dataclass, or a list of these. Raises UserError for anything else.
     """
     several = values if isinstance(values, list) else [values]
     batches = []
     for value in several:
-        if isinstance(value, dict):
+        one_argument = isinstance(value, (torch.Tensor, PackedSequence)) or (
+            dataclasses.is_dataclass(value) and not isinstance(value, (type, Mapping))
+        )
+        if one_argument:
+            batches.append(Batch(args=(value,)))
+        elif isinstance(value, Mapping):
             batches.append(Batch(kwargs=dict(value)))
         elif isinstance(value, tuple):
-            batches.append(Batch(args=value))
-        elif isinstance(value, torch.Tensor):
-            batches.append(Batch(args=(value,)))
+            batches.append(Batch(args=tuple(value)))
         else:
             raise UserError(
                 f"{description} gave a {type(value).__name__}: give a dict (keyword arguments) or a tuple (positional ones)"

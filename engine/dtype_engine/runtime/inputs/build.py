@@ -1,4 +1,4 @@
-"""The inputs that suit a model: what the user gave, else made from what its folder and its configuration say."""
+"""The inputs for a model: those that the user gave, otherwise inputs made to suit its folder and its configuration."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
-    """The inputs for a model: what the user gave, else what suits it.
+    """The inputs for a model: those that the user gave, otherwise inputs that suit it.
 
-    Raises NoForward when nothing can be made, and UserError for something given that does not fit the model.
+    Raises NoForward if no inputs can be made, and UserError for given inputs that do not fit the model.
     """
     if options.tensors is not None:
         return tensor_inputs(model, options.tensors)
@@ -46,7 +46,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             )
         raise NoForward(
             f"{model.title}: no forward pass: nothing says what to run it on; {hint('tensors')}, or write a "
-            "function example_inputs() beside the model that returns a dict or a tuple of tensors"
+            "function example_inputs() next to the model that returns a dict or a tuple of tensors"
         )
     return _made(model, options)
 
@@ -76,7 +76,9 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Both; the text alone for a language model whose picture can't be made, unless the user gave one."""
+    """Calls with a picture and a text. A language model for which no picture can be made gets the text alone, unless the user gave
+    a picture.
+    """
     try:
         return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
     except NoForward as error:
@@ -87,7 +89,7 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
 
 
 def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
-    """A call with each sound beside the same texts, as models that compare the two take them."""
+    """One call for each sound, always with the same texts, for models that compare sounds with texts."""
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
     rows, shown, how = text_rows(model, texts, given)
@@ -101,7 +103,9 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """Beside a picture there is one prompt, whole. No error: the options may be those of a configuration for all models."""
+    """The inputs with a note of the text options that do not apply next to a picture, which goes with one whole prompt. This is no
+    error, since the options may come from a configuration file for all models.
+    """
     text_options = (
         ("--chat", options.chat),
         ("--sequence-length", options.sequence_length),

@@ -1,4 +1,4 @@
-"""Pictures for vision models: the user's files or a synthetic one, through the model's own image processor."""
+"""Pictures for vision models: the user's files or a synthetic picture, processed by the model's image processor."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
 
 _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""No others: for some of them Pillow starts programs of the system, as for PostScript."""
+"""The formats that are read. For some others, such as PostScript, Pillow starts a program of the system."""
 _PATCHES = 4
-"""Merged patches on each side of a synthetic picture, for models that take any size."""
+"""The number of merged patches along each side of a synthetic picture, for models that take pictures of any size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture as arguments of the forward pass (`pixel_values` and what goes with it), and what it is.
-
-    image: before it was processed, where it was an image and not just figures.
-    """
+    """One picture, ready for the model."""
 
     kwargs: dict[str, Any]
+    """The arguments of the forward pass: `pixel_values`, and others that belong to it."""
     about: str
+    """A description of the picture."""
     image: Image | None = None
+    """The image before processing; None if the values were made without an image."""
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """A call with each picture, for models that take nothing else but a decoder's tokens. Raises UserError."""
+    """One call for each picture, for models that take only pictures, and tokens if they have a decoder. Raises UserError."""
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)
@@ -53,14 +53,17 @@ def picture_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def described(pictures: list[Picture], options: Options) -> str:
-    """All pictures in a few words."""
+    """A description of all pictures in a few words."""
     if not options.images:
         return pictures[0].about
     return f"your picture {pictures[0].about}" if len(pictures) == 1 else f"{len(pictures)} of your pictures"
 
 
 def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
-    """The user's pictures or a synthetic one, ready for the model, and how they were made. Raises UserError."""
+    """The user's pictures or a synthetic one, ready for the model, and how they were made.
+
+    Raises UserError for a picture that can't be used, NoForward if the model's processor makes no pixels.
+    """
     processor = image_processor_of(model)
     vision = vision_config(model)
     if processor is not None:
@@ -101,7 +104,7 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
 
 
 def vision_config(model: LiveModel) -> Any:
-    """The part of the configuration for pictures; all of it for a vision model alone."""
+    """The part of the configuration that describes pictures, or all of it if the model takes only pictures."""
     config = model.module.config
     for name in ("vision_config", "encoder"):
         if getattr(config, name, None) is not None:
@@ -110,7 +113,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Width and height of the pictures that the configuration names."""
+    """The width and height of a picture according to the configuration."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -118,12 +121,12 @@ def sides(model: LiveModel) -> tuple[int, int]:
 
 
 def channels(model: LiveModel) -> int:
-    """How many channels a picture has for this model."""
+    """The number of channels of a picture for this model."""
     return int(getattr(vision_config(model), "num_channels", 3) or 3)
 
 
 def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
-    """Smooth waves with a little noise, of about unit size: [channels, height, width], the same every time."""
+    """Smooth waves of about unit size with a little noise: float32 [count, height, width], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
     planes = torch.stack([torch.sin((3 + channel) * x) * torch.cos((2 + channel) * y) for channel in range(count)])
@@ -131,7 +134,7 @@ def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
 
 
 def synthetic_image(width: int, height: int) -> Image:
-    """The same in colour, as an image for an image processor."""
+    """A colour image of `synthetic_planes`, for an image processor."""
     from PIL import Image
 
     levels = (synthetic_planes(3, width, height) * 127.5 + 127.5).clamp(0, 255).to(torch.uint8)
@@ -139,7 +142,7 @@ def synthetic_image(width: int, height: int) -> Image:
 
 
 def open_picture(path: Path) -> Image:
-    """An image file, in colour. Raises UserError for one that can't be read."""
+    """Read an image file in colour. Raises UserError for a file that can't be read."""
     from PIL import Image, ImageOps
 
     try:
@@ -167,7 +170,9 @@ def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """[1, channels, height, width], from -1 to 1. Raises UserError where an image has other channels than the model."""
+    """An image as float32 [1, channels, height, width] from -1 to 1. Raises UserError if the model takes neither 1 nor 3
+    channels.
+    """
     from PIL import Image
 
     if count not in (1, 3):
@@ -178,7 +183,7 @@ def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Te
 
 
 def _random_patches(vision: Any) -> Picture:
-    """A picture as models take it that have patches in rows, with their grid beside them (Qwen2-VL and later)."""
+    """A random picture for models that take patches as rows, together with the grid of the patches (Qwen2-VL and later)."""
     merge = int(getattr(vision, "spatial_merge_size", 2))
     side = _PATCHES * merge
     patch = int(vision.patch_size)
@@ -194,7 +199,7 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """How many frames a video model takes at once; 0 for models of pictures."""
+    """The number of frames that a video model takes at once; 0 for models of single pictures."""
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0
 
@@ -204,9 +209,9 @@ def _about(image: Image, name: str) -> str:
 
 
 def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the decoder of a picture's or sound's encoder is given: its start and `tokens` ([positions]), else random ones.
+    """The arguments for the decoder of a model that encodes pictures or sounds, and how they were made; empty without a decoder.
 
-    Nothing for a model without a decoder.
+    tokens: the token ids [positions]; None for the decoder's start token and random ones.
     """
     config = model.module.config
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in parameters(model.module):

@@ -1,4 +1,4 @@
-"""Text beside a picture or a sound: captioners, contrastive models, and language models that see."""
+"""Inputs of text together with a picture or a sound: for captioning, contrastive, and vision language models."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def is_contrastive(model: LiveModel) -> bool:
 
 
 def image_token(model: LiveModel) -> int | None:
-    """The token id that stands for a piece of a picture in a language model's text; None for models without one."""
+    """The id of the token that a language model replaces with a feature of a picture; None for models without such a token."""
     ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in ids if isinstance(token, int)), None)
 
 
 def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Pictures and texts as calls of a model that takes both. Raises UserError."""
+    """Calls with pictures and texts, for a model that takes both. Raises UserError and NoForward."""
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _compared(model, options, pictures, made_of)
@@ -64,9 +64,9 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str, Any], str | None, str]:
-    """Texts as the rows of one call, shorter ones padded; what to show of them, and how they were made.
+    """Texts as the padded rows of one call, then the text to show and a phrase that says how the rows were made.
 
-    Raises UserError for texts of the user's own where there is no tokenizer.
+    Raises UserError if the user gave the texts and the model has no tokenizer.
     """
     names = parameters(model.module)
     tokenizer = tokenizer_of(model)
@@ -93,13 +93,13 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """A call for each picture and each text: the shorter list begins again."""
+    """Pairs in which every picture and every text occurs: the shorter list is repeated."""
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
-    """One call with all pictures and all texts."""
+    """One call with all pictures and all texts, for a contrastive model."""
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given)
     shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
@@ -115,7 +115,7 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
-    """A call for each picture and prompt, with as many image tokens in the text as the picture has features."""
+    """One call for each picture and prompt, with one image token in the text for each feature of the picture."""
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
     batches, how = [], set()
@@ -142,7 +142,7 @@ def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: 
 
 
 def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str) -> dict[str, Any] | None:
-    """Picture and prompt through the model's own processor; None where it does not do."""
+    """The arguments that the model's processor makes of a picture and a prompt; None if it fails."""
     if picture.image is None:
         return None
     try:
@@ -154,12 +154,14 @@ def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str)
         with exits_as_errors():
             made = processor(images=[picture.image], text=[whole], return_tensors="pt")
         return accepted(model, made)
-    except Exception:  # templates and processors raise what they like; the tokens are put together by hand then
+    except Exception:  # templates and processors may raise anything; the caller then adds the image tokens itself
         return None
 
 
 def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: int) -> tuple[dict[str, Any], str]:
-    """Picture and prompt with image tokens put in here: as many as the model itself makes features of the picture."""
+    """The arguments for a picture and a prompt without the model's processor, with as many image tokens as the model makes features
+    of the picture. Then how the text was made.
+    """
     config = model.module.config
     names = parameters(model.module)
     rows, _, how = text_rows(model, [text], given)
@@ -172,13 +174,13 @@ def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: 
     more = {
         "input_ids": ids,
         "attention_mask": torch.ones_like(ids),
-        "mm_token_type_ids": (ids == token).long(),  # 1 at a picture's tokens, as processors number them
+        "mm_token_type_ids": (ids == token).long(),  # processors mark the tokens of a picture with 1
     }
     return picture.kwargs | {key: value for key, value in more.items() if key in names}, how
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """How many positions the model itself makes of a picture. Raises NoForward where it can't be asked."""
+    """The number of positions that a picture takes in the text, found by running the model's vision part. Raises NoForward."""
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

@@ -1,4 +1,6 @@
-"""What a model's folder has to prepare inputs with: tokenizer, image processor, feature extractor, or all in one."""
+"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor with several of
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +20,32 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.t
 _MOST_OFFSET = 8
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FAILURES = (Exception,)
-"""What transformers and tokenizers raise for files that are broken or in need of a package has no common class (some is bare)."""
+"""The errors that transformers and tokenizers raise for damaged files or missing packages have no common class but this."""
 
 
 def tokenizer_of(model: LiveModel) -> Any:
-    """The tokenizer in the model's folder, or None where there is none or it can't be loaded."""
+    """The tokenizer in the model's folder; None if there is none or it can't be loaded."""
     from transformers import AutoTokenizer
 
     return _loaded(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
 
 
 def image_processor_of(model: LiveModel) -> Any:
-    """The image processor in the model's folder, or None."""
+    """The image processor in the model's folder; None if there is none or it can't be loaded."""
     from transformers import AutoImageProcessor
 
     return _loaded(model, _PROCESSORS, AutoImageProcessor.from_pretrained)
 
 
 def feature_extractor_of(model: LiveModel) -> Any:
-    """What makes a sound into the model's features, from its folder, or None."""
+    """The feature extractor for sounds in the model's folder; None if there is none or it can't be loaded."""
     from transformers import AutoFeatureExtractor
 
     return _loaded(model, _PROCESSORS, AutoFeatureExtractor.from_pretrained)
 
 
 def processor_of(model: LiveModel) -> Any:
-    """The processor that takes text and pictures together, from the model's folder, or None."""
+    """The processor for text and pictures together in the model's folder; None if there is none or it can't be loaded."""
     from transformers import AutoProcessor
 
     processor = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
@@ -52,7 +54,7 @@ def processor_of(model: LiveModel) -> Any:
 
 
 def no_tokenizer(model: LiveModel) -> str:
-    """Why there is no tokenizer, as the end of "the folder ...": it has none, or it has one that can't be loaded."""
+    """Why there is no tokenizer, as the end of a sentence that begins with "the folder"."""
     from transformers import AutoTokenizer
 
     try:
@@ -74,35 +76,35 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """What `load` makes of the model's folder, None where it has none of these files. Raises `_FAILURES`."""
+    """What `load` returns for the model's folder; None if the folder has none of these files. Raises `_FAILURES`."""
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
-            raise ValueError(f"{name} is not a regular file")  # opening a pipe would wait for ever
+            raise ValueError(f"{name} is not a regular file")  # opening a pipe would block
     with offline(download=False), exits_as_errors():
         return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """The names of the forward pass's arguments."""
+    """The names of the arguments of a model's forward pass."""
     return tuple(inspect.signature(module.forward).parameters)
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration for the language model; all of it for a language model alone."""
+    """The part of a configuration that describes the language model, or all of it if the model takes only text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def vocabulary(model: LiveModel) -> int | None:
-    """How many token ids the model knows; None where it does not say."""
+    """The number of token ids in the model's vocabulary; None if its configuration does not say."""
     size = getattr(text_config(model.module.config), "vocab_size", None)
     return int(size) if size else None
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a processor's results that the forward pass takes, with lists of one picture's tensors made into tensors."""
+    """The results of a processor that are arguments of the forward pass, with lists of tensors stacked into one tensor."""
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {
@@ -112,16 +114,16 @@ def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
-    """Token ids drawn evenly from the vocabulary ([rows, length], int64), the same every time."""
+    """Token ids drawn uniformly from the vocabulary: int64 [rows, length], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
 
 
 def learned_positions(module: nn.Module) -> int | None:
-    """How many positions the text's learned position embedding has; None where there is none (rotary, relative).
+    """The number of positions in the learned position embedding of the text; None for other position encodings.
 
-    It is the one with as many rows as the configuration names, and a few more in models that number positions from an offset:
-    RoBERTa and its kin begin after their padding token's, and never use those before it.
+    It is the embedding with as many rows as the configuration names positions, or a few more: RoBERTa and similar models number
+    positions from the id after their padding token's and never use the rows before it.
     """
     config = text_config(module.config)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)

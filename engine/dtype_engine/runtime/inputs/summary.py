@@ -1,9 +1,6 @@
-"""Inputs as plain data: a row a call, for the screen and for JSON."""
+"""The inputs as plain data, with one row for each call, for the screen and for JSON."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from typing import Any
 
 import torch
 
@@ -16,7 +13,7 @@ _SHOWN = 160
 
 
 def summarize(inputs: Inputs) -> InputsSummary:
-    """What the model is run on, call by call."""
+    """A summary of all inputs."""
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
     made_of = inputs.made_of or (f"given by {inputs.description}",)
@@ -24,20 +21,20 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """The calls that show whether the model takes these inputs: the first of each set of shapes where they were given as
-    tensors, else the first, as the others were made in the same way.
+    """The calls that show whether the model runs on these inputs: the first call of each set of shapes and dtypes if the user gave
+    tensors; otherwise only the first call, since this program made all of them in the same way.
     """
     if inputs.made:
         return list(inputs.batches[:1])
     by_shape: dict[object, Batch] = {}
     for batch in inputs.batches:
-        by_shape.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(batch)), batch)
+        by_shape.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in batch.named_tensors()), batch)
     return list(by_shape.values())
 
 
 def _row(batch: Batch) -> InputBatch:
     tensors = tuple(
-        InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named_tensors(batch)
+        InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in batch.named_tensors()
     )
     text = printable(" ".join(batch.text[: 2 * _SHOWN].split()), _SHOWN) if batch.text else None
     if batch.about and text:
@@ -47,27 +44,8 @@ def _row(batch: Batch) -> InputBatch:
     return InputBatch(description, _positions(batch), tensors)
 
 
-def named_tensors(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a call with its argument's name: positional ones by their index, nested ones with a dot."""
-    for index, value in enumerate(batch.args):
-        yield from _tensors(f"argument {index}", value)
-    for name, value in batch.kwargs.items():
-        yield from _tensors(name, value)
-
-
-def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _tensors(f"{name}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from _tensors(f"{name}.{index}", item)
-
-
 def _positions(batch: Batch) -> int | None:
-    """Token positions of a call: the decoder's where it has tokens of its own."""
+    """The number of token positions in a call, those of the decoder if it has its own tokens; None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

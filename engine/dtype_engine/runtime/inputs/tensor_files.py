@@ -1,4 +1,4 @@
-"""A forward pass's own arguments from a file: names are those of the arguments."""
+"""Reading the arguments of a forward pass from a file of tensors, which has them under the arguments' names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint.pickle_size import check_legacy
-from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_too_large
+from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip, refuse_too_large
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits
+from dtype_engine.runtime.model.containers import named_tensors_in
 from dtype_engine.runtime.model.live import LiveModel
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
@@ -25,11 +26,11 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, to
 
 
 def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
-    """The calls of a `.safetensors`, `.npz` or `.pt` file. Raises UserError for a file that can't be read, and for tensors
-    that do not fit the model's forward pass.
+    """The calls in a `.safetensors`, `.npz` or `.pt` file. Token ids become int64.
 
-    A call is a dictionary of arguments, a tuple of them, or one tensor. Several: a list of these in a `.pt` file; names
-    that begin with the call's number (`0.input_ids`, `1.input_ids`) in the others. Token ids become int64.
+    A call is a dictionary of arguments, a tuple of arguments, or one tensor. Several calls are a list of these in a `.pt` file; in
+    the other formats the names of tensors begin with the number of the call (`0.input_ids`, `1.input_ids`). Raises UserError for
+    a file that can't be read and for tensors that do not fit the model's forward pass.
     """
     given = from_values(read_tensors(path), path.name)
     batches = tuple(_as_ids(batch) for batch in given.batches)
@@ -38,12 +39,12 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
         check_fits(model, batch, where)
     calls = f"{len(batches)} calls" if len(batches) > 1 else "1 call"
     name = printable(path.name, 60)
-    made_of = (f"tensors: {name}, as they are",)
+    made_of = (f"tensors: {name}, unchanged",)
     return with_next_tokens(model, Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=made_of))
 
 
 def read_tensors(path: Path) -> Any:
-    """What a tensor file holds: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
+    """The content of a file of tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         return _calls(path, _safetensors(path))
@@ -80,7 +81,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
                 tensors[name] = tensors[name].reshape(array.shape)
     except UserError:
         raise
-    except Exception as error:  # numpy and zipfile meet damage in many places, each with an error of its own
+    except Exception as error:  # what numpy and zipfile raise for a damaged file has no common class
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
     return tensors
 
@@ -90,6 +91,7 @@ def _pickle(path: Path) -> Any:
         if zipfile.is_zipfile(path):
             check_archive(path, trust=False)
         else:
+            refuse_cut_zip(path)
             check_legacy(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -100,12 +102,14 @@ def _pickle(path: Path) -> Any:
         raise UserError(
             f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
         ) from None
-    except Exception as error:  # so does torch.load
+    except Exception as error:  # nor has what torch.load raises
+        if "unexpected EOF" in str(error):
+            raise UserError(f"{path} is cut short: its last tensors are missing; copy or write it again") from None
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Named tensors as one call, or as several where every name begins with a number."""
+    """Named tensors as one call, or as several calls if every name begins with a number."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}
@@ -119,14 +123,13 @@ def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _checked(path: Path, value: Any) -> Any:
-    """What a pickle gave, where it is calls of a model: tensors, or dictionaries and tuples of them. Raises UserError."""
+    """Return the content of a pickle if it is one call of a model or a list of calls. Raises UserError for anything else."""
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise UserError(f"{path} has no tensors")
     for call in calls:
-        parts = call.values() if isinstance(call, dict) else call if isinstance(call, tuple) else [call]
         named = not isinstance(call, dict) or all(isinstance(key, str) for key in call)
-        if not parts or not named or not any(isinstance(part, torch.Tensor) for part in parts):
+        if not isinstance(call, (dict, tuple, torch.Tensor)) or not named or not any(named_tensors_in("", call)):
             raise UserError(
                 f"{path} holds a {type(call).__name__} without tensors: a call is a dictionary by argument, a tuple, or a tensor"
             )
@@ -134,7 +137,7 @@ def _checked(path: Path, value: Any) -> Any:
 
 
 def _as_ids(batch: Batch) -> Batch:
-    """Token ids in int64, as embeddings take them."""
+    """The same call with token ids in int64, the dtype that embeddings take."""
     kwargs = {
         name: value.long()
         if name in ID_ARGUMENTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS

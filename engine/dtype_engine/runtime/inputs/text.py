@@ -38,11 +38,12 @@ BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
-    """A text as the user gave it: plain, or as the messages of a conversation. `where` it stands, for errors."""
+    """A text as the user gave it: plain, or as the messages of a conversation."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     where: str = ""
+    """The place of the text, for errors: `prompt 2`, or a file and a line."""
 
 
 def text_inputs(model: LiveModel, options: Options) -> Inputs:
@@ -86,7 +87,7 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def sequence_length(model: LiveModel, options: Options) -> int:
-    """How many tokens a sequence may have. Raises UserError when that is more than the model has positions."""
+    """The largest number of tokens in a sequence. Raises UserError if the user asks for more than the model has positions."""
     named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
     known = min(named, learned_positions(model.module) or _ANY_LENGTH)
     if options.sequence_length is not None:
@@ -99,7 +100,7 @@ def sequence_length(model: LiveModel, options: Options) -> int:
 
 
 def sources(options: Options) -> str:
-    """Where the text comes from, in words."""
+    """A phrase that says where the text comes from."""
     names = []
     if options.prompts:
         names.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
@@ -110,7 +111,10 @@ def sources(options: Options) -> str:
 
 
 def text_samples(options: Options) -> Iterator[TextSample]:
-    """The prompts, then what the text files hold: a file is one text, a JSONL file one a line. Raises UserError."""
+    """The user's prompts, then the texts in the user's files: one for each file, or one for each line of a JSONL file.
+
+    Raises UserError for a file that can't be read.
+    """
     for number, prompt in enumerate(options.prompts, 1):
         yield TextSample(prompt, where=f"prompt {number}")
     for path in options.texts:
@@ -121,7 +125,9 @@ def text_samples(options: Options) -> Iterator[TextSample]:
 
 
 def read_jsonl(path: Path) -> Iterator[TextSample]:
-    """A piece for each line: a text, or an object with `text`, `prompt` or `messages`. Raises UserError with the line."""
+    """One text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the
+    line.
+    """
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
@@ -152,9 +158,9 @@ def _is_message(message: object) -> bool:
 
 
 def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple[torch.Tensor, str]:
-    """A piece as token ids ([positions], int64), and the text that they stand for.
+    """A text as token ids, int64 [positions], and the text that was encoded, after the chat template.
 
-    Raises UserError for a text without tokens, and for messages where there is no chat template or it refuses them.
+    Raises UserError for a text without tokens, and for a conversation if there is no chat template or it fails.
     """
     if sample.messages or chat:
         messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
@@ -169,17 +175,20 @@ def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple
 
 
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
-    """A conversation by the tokenizer's chat template. `opens`: with the words that begin an answer. Raises UserError."""
+    """A conversation as the text that the tokenizer's chat template makes of it. Raises UserError.
+
+    opens: whether the text ends with the words that begin an answer.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: {title} has no chat template; {hint('no-chat')}")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
-    except Exception as error:  # a template is a program of the model's: it raises what it likes
+    except Exception as error:  # a template is a program that comes with the model and may raise anything
         raise UserError(f"{where}: the chat template of {title} refuses this conversation: {one_line(error)}") from None
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Plain prompts for a model that also takes a picture or a sound, and whether the user gave them. Raises UserError."""
+    """The texts for a model that also takes a picture or a sound, and whether the user gave them. Raises UserError."""
     texts = []
     for sample in text_samples(options):
         if sample.messages:
@@ -189,7 +198,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """One sequence of token ids ([positions]) as a call of the model."""
+    """The call of the model with one sequence of token ids, [positions]."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -203,9 +212,9 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Inputs that were given as tensors, with the tokens that a causal language model should have predicted.
+    """Add to inputs that the user gave as tensors the tokens that a causal language model should predict.
 
-    Those are the labels, where the call has them, else the ids themselves; none at padding (attention mask 0).
+    These are the labels if the call has them, otherwise the token ids; padding (attention mask 0) has none.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 
@@ -225,7 +234,7 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
-    """What a causal language model should predict at each position, None for other models."""
+    """The token that a causal language model should predict at each position, -100 for none; None for other models."""
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return None

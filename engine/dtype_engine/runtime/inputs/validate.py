@@ -1,4 +1,4 @@
-"""Whether given tensors fit a model's forward pass, checked before anything is run."""
+"""Checking that the user's tensors fit a model's forward pass, before anything is run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 
 
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
-    """Raise UserError for arguments that the forward pass does not have or misses, and for tensors of a dtype or shape that
-    the model can't take, by its signature and its configuration. `where` they come from, for the sentence.
+    """Check a call against the signature of the forward pass and the configuration of the model.
+
+    where: the place of the inputs, with which the error begins. Raises UserError for unknown and missing arguments and for tensors
+    whose dtype or shape the model can't take.
     """
     _check_names(model, batch, where)
     config = getattr(model.module, "config", None)
     if config is None:
-        return  # the names of a module of the user's own mean what they mean there
+        return  # what the arguments of the user's own module mean is not known
     for name, value in batch.kwargs.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -45,7 +47,7 @@ def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
     for mask, of in _MASKS.items():
         one, other = batch.kwargs.get(mask), batch.kwargs.get(of)
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.ndim != 2:
-            continue  # masks of more dimensions are the model's own affair
+            continue  # what masks of more dimensions mean depends on the model
         if one.shape != other.shape:
             raise UserError(f"{where}: {mask} is {_shape(one)} and {of} is {_shape(other)}: they must be the same")
 
@@ -59,7 +61,7 @@ def _check_names(model: LiveModel, batch: Batch, where: str) -> None:
         for name, argument in arguments.items()
         if argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
     ]
-    # A transformers model passes on keyword arguments that it does not know, so a wrong name would do nothing at all.
+    # A transformers model passes unknown keyword arguments on, so a wrong name would have no effect and no error.
     closed = inspect.Parameter.VAR_KEYWORD not in kinds or (hasattr(model.module, "config") and named)
     for name in batch.kwargs:
         if closed and name not in named:
@@ -96,7 +98,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
-    """How many different ids the model has for an argument; None where that is not known."""
+    """The number of different ids that an argument may hold; None if that is not known."""
     config = model.module.config
     if name == "token_type_ids":
         size = getattr(text_config(config), "type_vocab_size", None)
@@ -109,7 +111,7 @@ def _id_count(model: LiveModel, name: str) -> int | None:
         embedding = model.module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         embedding = None
-    # Some models keep the ids of pictures and sounds beyond their embedding and put features in their place.
+    # In some models the ids of picture and sound tokens lie beyond the embedding, and features replace these tokens.
     special = [
         value
         for key in ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
@@ -120,7 +122,7 @@ def _id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Dimensions and channels, for models with a convolution over pictures."""
+    """Check the dimensions and channels of pictures, for models with a convolution over pictures. Raises UserError."""
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)
     if not isinstance(wanted, int):
@@ -140,7 +142,7 @@ def _check_sound(config: Any, name: str, value: torch.Tensor, where: str) -> Non
     bins = getattr(config, "num_mel_bins", None)
     if name == "input_values" and not bins and not hasattr(config, "audio_channels") and value.ndim != 2:
         raise UserError(f"{where}: input_values is {_shape(value)}; it must be [batch, samples]")
-    # Whisper and the audio spectrogram transformer take a spectrogram as it is; others stack or cut it first.
+    # Whisper and the audio spectrogram transformer take a whole spectrogram; other models stack or cut its frames first.
     whole = getattr(config, "max_source_positions" if name == "input_features" else "max_length", None)
     if (
         isinstance(bins, int)

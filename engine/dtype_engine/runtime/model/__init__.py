@@ -1,1 +1,1 @@
-"""From what a user points at to a live module. `source` never imports torch; `load` and `live` do."""
+"""Loading a model: from the path, id or module that a user names to a live `nn.Module`."""

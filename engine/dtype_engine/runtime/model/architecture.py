@@ -1,4 +1,4 @@
-"""Which class a checkpoint's tensors go into, and its configuration: what `config.json` says, checked before anything is made."""
+"""The model class and the configuration of a checkpoint, from its `config.json`, which is checked before a model is made."""
 
 from __future__ import annotations
 
@@ -30,28 +30,34 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""Models have fewer than three modules a tensor; those that share layers or hold no tensors in many of them are small."""
+"""The most modules of a model, as a constant and a number for each tensor. Real models have fewer than three modules for each
+tensor, except small ones that share layers or have many modules without tensors.
+"""
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""Bytes that a module may have beyond the tensors of its files. Weights packed in two bits are a sixteenth of float32."""
+"""The most bytes of a module's tensors that its files do not hold, as a constant and a number for each byte of the files. Weights
+packed in two bits take a sixteenth of float32.
+"""
 _LONGEST_REASON = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model class of transformers (an auto class where the checkpoint's own code has it), and the configuration to make it with.
-
-    notices: what of `config.json` is not followed, or not as it stands there.
-    """
+    """A model class of transformers and the configuration with which it is made."""
 
     model_class: Any
+    """The class; an auto class for a model that brings its own code."""
     config: Any
     notices: tuple[str, ...] = ()
+    """What in `config.json` is ignored or interpreted in another way."""
+    trust_remote_code: bool = False
+    """Whether the code that comes with the checkpoint may run."""
 
 
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
-    """What a checkpoint's `config.json`, or the name in `options`, says its tensors go into.
+    """The architecture of a checkpoint, named by its `config.json` or by `options`.
 
-    Raises NoForward where that is not known here, or can't be, and UserError for a name in `options` that is no model's.
+    Raises NoForward if this transformers does not have the architecture or the configuration is impossible, and UserError if the
+    name in `options` is not a model class.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = checkpoint.config or {}
@@ -60,18 +66,19 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     made = _configuration(transformers, model_class, folder, options)
     if not options.trust_remote_code:
         notices += without_foreign_kernels(made, config, printable(folder.name, 100))
-    return Architecture(model_class, made, notices)
+    return Architecture(model_class, made, notices, options.trust_remote_code)
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """The module without data, on the meta device, and where each tensor of the files goes in it. Raises NoForward where it
-    can't be made, or is not that of these tensors.
+    """Make the module without data, on the meta device, and find the place of each tensor of the files in it.
+
+    Raises NoForward if the module can't be made or does not match the tensors of the files.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    maker = getattr(chosen.model_class, "from_config", None) or chosen.model_class
+    auto = getattr(chosen.model_class, "from_config", None)
     config = without_quantization(chosen.config)
     with _few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
-        module = maker(config)
+        module = auto(config, trust_remote_code=chosen.trust_remote_code) if auto else chosen.model_class(config)
     if not isinstance(module, nn.Module):
         raise NoForward(f"{folder}: {chosen.model_class.__name__} is no model")
     placements = map_names(module, checkpoint.weights)
@@ -80,7 +87,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a configuration without what it says of quantisation. Making a model of it leaves the original as it was."""
+    """A copy of a configuration without its quantisation. Making a model changes the copy and not the original."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -89,18 +96,18 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """Whatever a configuration makes transformers or torch raise ends as NoForward, in a sentence."""
+    """Turn anything that transformers or torch raises while the block runs into NoForward, with one sentence."""
     try:
         with exits_as_errors():
             yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # values of the wrong kind or size fail in many places, each with an error of its own
+    except Exception as error:  # what wrong values in a configuration raise has no common class
         raise NoForward(f"{folder}: transformers can't make this model of its config.json: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """What an exception of transformers says, in one line and without its Python."""
+    """The message of an exception of transformers in one line, without Python syntax."""
     text = " ".join(str(error).split()).replace("`", "'")
     field = re.match(r"Validation error for field '(\w+)': \w+: (.*)", text)
     if field is not None:
@@ -134,9 +141,7 @@ def _model_class(
         if (model_class := _class_named(transformers, name)) is not None:
             return model_class, notices
     if auto_map and options.trust_remote_code:
-        keys = auto_map if isinstance(auto_map, dict) else {}
-        auto = next((key for key in ("AutoModelForCausalLM", "AutoModel") if key in keys), "AutoModel")
-        return getattr(transformers, auto), notices
+        return getattr(transformers, _auto_class(transformers, auto_map, named)), notices
     if known:
         return transformers.AutoModel, (*notices, _backbone(transformers, str(model_type), named))
     unknown = ", ".join(map(printable, named)) or config.get("_class_name") or model_type or "none"
@@ -146,8 +151,17 @@ def _model_class(
     )
 
 
+def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
+    """The auto class under which `auto_map` has the class that `architectures` names, else one for the model with its head."""
+    keys = auto_map if isinstance(auto_map, dict) else {}
+    models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
+    by_name = [key for key in models if str(keys[key]).rpartition(".")[2] in named]
+    usual = [key for key in ("AutoModelForCausalLM", "AutoModel") if key in models]
+    return next(iter((*by_name, *usual, *models)), "AutoModel")
+
+
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names under `architectures`, and a notice where it is not the list of names that it should be."""
+    """The names under `architectures`, and a notice if that is not a list of names."""
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()
@@ -158,7 +172,7 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """The notice where no class is named that is known here, so that the model without its head is opened."""
+    """The notice that the model is opened without its head, because no model class of transformers is named."""
     from transformers.models.auto import modeling_auto
 
     with_head = next(
@@ -181,12 +195,12 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
 
 
 def _class_named(transformers: ModuleType, name: str) -> Any:
-    """The model class of this name, None where there is none."""
+    """The model class of transformers with this name; None if there is none."""
     if not name.isidentifier():
         return None
     try:
         member = getattr(transformers, name, None)
-    except Exception:  # a class whose package is not there
+    except Exception:  # the class needs a package that is not installed
         return None
     return member if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel) else None
 
@@ -205,7 +219,10 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
-    """The configuration in the class that the model's takes, which picks its part of a composite one."""
+    """The configuration, in the class that the model class takes; for a part of a composite model that is the part's configuration.
+
+    Raises NoForward.
+    """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
         if own is not None:
@@ -217,7 +234,7 @@ def _configuration(transformers: ModuleType, model_class: Any, folder: Path, opt
 
 @contextmanager
 def _few_modules(tensors: int) -> Iterator[None]:
-    """Stops making a module that gets far more parts than these tensors could fill. Raises NoForward then."""
+    """Raise NoForward while a module is being made that has far more parts than this number of tensors can fill."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
@@ -242,8 +259,8 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward where a module is not that of the checkpoint: none of its tensors has a place, one has another shape, or
-    what the files lack would take far more memory than what they have.
+    """Raise NoForward if a module does not match a checkpoint: most tensors have no place in it, a shape differs, or the tensors
+    that the files lack would take far more memory than the files.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

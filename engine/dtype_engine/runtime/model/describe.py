@@ -1,7 +1,7 @@
-"""A model as every command and other tools see it: one tree with module classes and ties, in the stored dtypes.
+"""The description of a model that all commands share: one tree with module classes and tied weights, in the stored dtypes.
 
-Mostly the architecture on the meta device and the headers of the files say all of it. Of a Python source, or a pickle that
-holds a whole module, the module itself is loaded. Where no architecture is known it is what the files say.
+For most checkpoints it follows from the headers of the files and the architecture on the meta device. A Python source, or a pickle
+that holds a whole module, is loaded for it. If the architecture is not known, the tree follows from the files alone.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from dtype_engine.runtime.model.stored_tree import stored_tree
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """A tree with classes where they are known. `kinds` has the torch classes that every module class derives from.
-
-    placements: the tensor of the tree that each tensor of the files becomes; those left out are in the tree under the name that
-    the files have.
-    """
+    """The tree of a model, and what else is known about it."""
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
+    """For each module class in the tree, the names of the module classes from which it derives."""
     model_type: str | None
+    """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
+    """The tensor of the tree that each tensor of the files becomes. A tensor without an entry has the same name in both."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """What a model is made of. Without a known architecture it is what the files say: no classes.
+    """Describe a model. If its architecture is not known, the description has no module classes.
 
-    checkpoint: the headers of `source`, where they have been read. Raises UserError.
+    checkpoint: the headers of `source`, if they have been read already. Raises UserError.
     """
     options = dataclasses.replace(options, device="cpu")
     if checkpoint is None:

@@ -1,4 +1,4 @@
-"""The values of tensors in GGUF's blocks (Q8_0, Q4_K, ...), as the gguf package brings them back."""
+"""Dequantizing tensors in the block formats of GGUF (Q8_0, Q4_K, ...) with the gguf package."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
 _VALUES_AT_ONCE = 1 << 20
-"""Values that are dequantized at once: the package makes several float32 arrays of that many on the way."""
+"""The number of values that are dequantized at once: the package allocates several float32 arrays of this size."""
 
 
 def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
-    """The float32 values of a tensor in blocks, in its shape, as `gguf.quants.dequantize` has them.
+    """The float32 values that `gguf.quants.dequantize` gives for a tensor in blocks, in the tensor's shape.
 
-    Raises UserError when the file can't be read.
+    Raises UserError if the file can't be read.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
     from gguf.quants import dequantize as to_values

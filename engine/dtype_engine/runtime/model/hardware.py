@@ -1,4 +1,4 @@
-"""What torch computes on, for the versions in a report of a fault."""
+"""The hardware that torch uses, for bug reports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def hardware() -> dict[str, str]:
-    """The kernels of the processor, the threads and the GPUs, in words, as torch sees them."""
+    """The processor's kernels, the number of threads and the GPUs, as torch names them."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),

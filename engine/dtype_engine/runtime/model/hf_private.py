@@ -1,6 +1,7 @@
-"""What of transformers (and one name of diffusers) is used although it is not public; checked with transformers 5.18 to 5.23.
+"""The names of transformers (and one of diffusers) that are used although they are not public; tested with transformers 5.18 to
+5.23.
 
-Where a version has such a name no more, each function does without, as it says, and `tests/engine/runtime/model/test_hf_private.py`
+If a version lacks such a name, each function falls back as its docstring says, and `tests/engine/runtime/model/test_hf_private.py`
 fails with a sentence that names it.
 """
 
@@ -16,10 +17,11 @@ from torch import nn
 
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
-    """(regular expression, attribute) of what a module's class wants kept in float32, to be searched for in the names below it.
+    """The patterns of names that a module's class declares to keep in float32, as (regular expression, attribute). They are
+    searched for in the names of the tensors below the module.
 
-    transformers: a word listed in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` means every module
-    with that word in its dotted name; diffusers: `_skip_layerwise_casting_patterns`. Without these names: none.
+    In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` means every module with that
+    word in its dotted name. In diffusers the attribute is `_skip_layerwise_casting_patterns`. Without these names: none.
     """
     declared = [
         (rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute)
@@ -31,9 +33,10 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
-    """A class like `model_class` whose `from_pretrained` loads every tensor in the dtype that `dtypes_of` the module says, by name.
+    """A subclass of `model_class` whose `from_pretrained` loads every tensor in the dtype that `dtypes_of(module)` has for its
+    name.
 
-    Without `_get_dtype_plan`: the class itself, which loads all in one dtype.
+    Without `_get_dtype_plan`: `model_class` itself, which loads all tensors in one dtype.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
         return model_class
@@ -48,14 +51,36 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     return type(model_class.__name__, (model_class,), same)
 
 
+@contextmanager
+def without_questions() -> Iterator[None]:
+    """While the block runs, transformers raises ValueError where it would ask on standard input whether a model's code may run.
+
+    Without `TIME_OUT_REMOTE_CODE`, the number of seconds that it waits for an answer: nothing changes.
+    """
+    try:
+        from transformers import dynamic_module_utils
+    except ImportError:
+        yield
+        return
+    seconds = getattr(dynamic_module_utils, "TIME_OUT_REMOTE_CODE", None)
+    if seconds is None:
+        yield
+        return
+    dynamic_module_utils.TIME_OUT_REMOTE_CODE = 0
+    try:
+        yield
+    finally:
+        dynamic_module_utils.TIME_OUT_REMOTE_CODE = seconds
+
+
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """The names in `live` of tensors that transformers renames or packs as it loads, whether each is only a part there, and where
-    in it: the index of its matrix along the first dimension (None where all is one matrix), and its place among the parts that lie
-    below each other in that matrix. None instead of the two where parts are put together in any other way.
+    """Where tensors of the files go that transformers renames or packs when it loads them, by their names in the files.
 
-    Without its functions for that: none.
+    For each: the name in `live`; whether the tensor is only a part of that weight; and the place of the part, as the index of its
+    matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are stacked in the
+    rows of that matrix. The place is None if parts are combined in any other way. Without the functions of transformers: none.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -67,9 +92,9 @@ def converted_names(
 
 
 def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """What transformers calls these tensors of the files while it loads them, as in its account of what it did not use.
+    """The names by which transformers reports these tensors of the files, for example as unused.
 
-    Without its functions for that: the same names.
+    Without the functions of transformers: the same names.
     """
     try:
         return {new for new, _ in _renamed(module, names, module.state_dict())[0].values()}
@@ -78,9 +103,9 @@ def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those of these tensors of the files that transformers turns as it loads them: two of their dimensions are exchanged.
+    """Those of these tensors of the files that transformers transposes when it loads them.
 
-    Without its functions for that: none.
+    Without the functions of transformers: none.
     """
     try:
         renamed, converters = _renamed(module, names, module.state_dict())
@@ -98,7 +123,7 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """The name that each gets as it is loaded, and the pattern of the converter that takes it; and all the converters."""
+    """The name that each tensor has once it is loaded, with the pattern of its converter (None without one); and all converters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -112,13 +137,17 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""What transformers does to parts: matrices behind each other, such of matrices below each other, matrices below each other."""
+"""The operations with which transformers combines parts: `_STACKED` makes each part one matrix, `_STACKED_BELOW` also stacks the
+rows of several parts in each matrix, and `_BELOW` stacks the rows of all parts in one matrix.
+"""
 
 
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Where each part lies, as `converted_names` has it. found: the live name of each, and the pattern that took it."""
+    """The place of each part, as `converted_names` gives it. found: the live name of each part, and the pattern of its
+    converter.
+    """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
         done = tuple((type(step).__name__, getattr(step, "dim", None)) for step in converter.operations)
@@ -143,21 +172,22 @@ def _places(
 
 
 def implementation(config: Any, of: str) -> str | None:
-    """The kernel that a configuration itself names for attention ("attn") or "experts"; None where it names none."""
+    """The kernel that one configuration names for attention ("attn") or "experts"; None if it names none."""
     named: str | None = getattr(config, f"_{of}_implementation_internal", None)
     return named
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Name the kernel for attention ("attn") or "experts" in one configuration, and not in those inside it."""
+    """Set the kernel for attention ("attn") or "experts" in one configuration, but not in the configurations inside it."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
-    """Another attention implementation of a transformers model for a while: its name, or None where there is none.
+    """Use another attention implementation in a transformers model while the block runs. Gives its name, or None if there is no
+    other.
 
-    None, too, without `_can_set_attn_implementation`.
+    Without `_can_set_attn_implementation`: None.
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -173,13 +203,13 @@ def other_attention(module: nn.Module) -> Iterator[str | None]:
             other = None
         yield other
     finally:
-        # Each by itself: a model's parts need not all have had the same.
+        # The configurations of a model's parts may have had different implementations.
         for config, name in before:
             set_implementation(config, "attn", name)
 
 
 def _configs(module: nn.Module) -> list[Any]:
-    """Every configuration in a transformers model, those of its parts included."""
+    """Every configuration in a transformers model, including those of its parts."""
     configs: dict[int, Any] = {}
     waiting = [config for part in module.modules() if (config := getattr(part, "config", None)) is not None]
     while waiting:

@@ -1,7 +1,7 @@
-"""Nothing is fetched that the user did not ask for.
+"""Keeping transformers from fetching anything that the user did not ask for.
 
-A `config.json` may name repositories of the Hugging Face hub: a backbone, a kernel of native code for attention or experts, the
-files of its code. transformers follows such names as it makes or runs a model, and `local_files_only` does not reach all of them.
+A `config.json` may name repositories of the Hugging Face hub: a backbone, a kernel of native code for attention or experts, or the
+files of its code. transformers fetches these when it makes or runs a model, and `local_files_only` does not prevent all of it.
 """
 
 from __future__ import annotations
@@ -11,37 +11,42 @@ from contextlib import contextmanager
 from typing import Any
 
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.model.hf_private import implementation, set_implementation
+from dtype_engine.runtime.model.hf_private import implementation, set_implementation, without_questions
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
-"""What transformers itself has in torch's own operations. Other names are packages of native code, which it fetches from the hub
-where they are not installed."""
+"""The implementations that transformers itself has in torch's operations. Other names are packages of native code, which
+transformers fetches from the hub if they are not installed.
+"""
 _ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
-"""Attributes that make `from_pretrained` read other files than those opened, or put other code in the place of the model's."""
+"""Attributes that make `from_pretrained` read files other than the checkpoint's, or replace the model's code by other code."""
 
 _DEEPEST = 20
 
 
 @contextmanager
 def offline(download: bool) -> Iterator[None]:
-    """huggingface_hub raises instead of reaching the network while the block runs, unless `download` was asked for.
+    """While the block runs, huggingface_hub raises instead of reaching the network, unless `download` is set, and transformers
+    raises instead of asking on standard input whether a model's code may run.
 
-    It takes its environment variable (HF_HUB_OFFLINE) once, as it is imported, into the constant that all of it goes by.
+    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) once, when it is imported, into the constant set here.
     """
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = before or not download
     try:
-        yield
+        with without_questions():
+            yield
     finally:
         constants.HF_HUB_OFFLINE = before
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
-    """Take from a configuration of transformers, and those inside it, what would put code from elsewhere into the model. Returns
-    notices of what is not followed; `written` is the configuration as `config.json` has it.
+    """Remove from a configuration of transformers, and from those inside it, everything that would load code from elsewhere.
+    Returns notices of what is ignored.
+
+    written: the configuration as `config.json` has it.
     """
     taken: set[str] = set()
     for part in _parts(config):
@@ -62,7 +67,7 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """What a `config.json` says of kernels that are not transformers' own, and the parts in it: the kind, and the name."""
+    """The kind and the name of each kernel that a `config.json`, or a part in it, names and that is not part of transformers."""
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))
         if kind is not None:
@@ -74,7 +79,7 @@ def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, 
 
 
 def _parts(config: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """A configuration and all those inside it, each once."""
+    """A configuration and all configurations inside it, each once."""
     seen = set() if seen is None else seen
     if id(config) in seen or not hasattr(config, "to_diff_dict"):
         return

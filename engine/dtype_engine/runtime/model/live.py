@@ -1,8 +1,8 @@
-"""A live `nn.Module` whose tensors are cast in place and put back.
+"""A live `nn.Module` whose tensors are cast in place and restored.
 
-Every tensor keeps its identity (the `Parameter` object stays where the module has it); only the data behind
-it changes. The data as stored, usually mapped from the checkpoint's file, is kept as long as the model lives, so a cast
-always starts from the stored values and undoing one is putting them back.
+Every tensor keeps its identity: the `Parameter` object stays in the module, and only its data changes. The stored data, which is
+usually mapped from the checkpoint's file, is kept as long as the model. So a cast always starts from the stored values, and undoing
+it puts them back without a copy.
 """
 
 from __future__ import annotations
@@ -35,46 +35,47 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
 
 @dataclass(slots=True)
 class Weight:
-    """One distinct tensor of the module.
-
-    `tensor` is the object in the module; `original` the data as stored (never written to); `dtype` the name of the
-    dtype it is in now, and `scale` what a storage-only one carries.
-    """
+    """One distinct tensor of the module; tied weights are one."""
 
     info: TensorInfo
     tensor: torch.Tensor
+    """The tensor object in the module."""
     original: torch.Tensor
+    """The stored data, which is never written to."""
     dtype: str
+    """The name of the current dtype."""
     scale: torch.Tensor | None = None
+    """The scales of the current data; None for a computed dtype."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """What a cast of the original loses, by dtype, as far as it was counted."""
+    """What a cast of the original loses, for each dtype in which that has been counted."""
     stashed: torch.Tensor | None = None
     """The cast data, while a reference pass runs with the original in the module."""
     stored_scale: torch.Tensor | None = None
-    """The scales that a weight stored in a storage-only dtype came with; such a weight is never cast."""
+    """The scales that the checkpoint stores with this weight; None for a computed dtype. A weight with such scales is never cast.
+    """
     shares: tuple[str, ...] = ()
-    """The weights whose tensor scale it shares now, its own name among them (NVFP4's fused siblings)."""
+    """The weights that currently share one scale of the tensor with this one, itself included (NVFP4's fused siblings)."""
     _amax: float | None = None
 
     @property
     def changed(self) -> bool:
-        """Whether it is in another dtype than stored."""
+        """Whether the current dtype is not the stored one."""
         return self.dtype != self.info.dtype
 
     @property
     def form(self) -> str:
-        """What its values follow from beside what is stored: the dtype, and with whom it shares a scale."""
+        """What, together with the stored data, determines the current values: the dtype, and the weights that share the scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
     def amax(self) -> float:
-        """The largest finite |value| as stored."""
+        """The largest finite |value| of the stored data."""
         if self._amax is None:
             self._amax = finite_amax(self.original)
         return self._amax
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
-        """Cast it to `dtype`, from the stored values. sharing: the weights that share its tensor scale, itself among them."""
+        """Cast the stored values to `dtype`. sharing: the weights that share the scale of the tensor, this one included."""
         amax = max((weight.amax for weight in sharing), default=None)
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
@@ -89,8 +90,9 @@ class Weight:
         self.dtype = dtype
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """What a cast of the stored values to `dtype` loses; counted at most once. `cast`: it is in this dtype now, and stays so
-        while it is counted. Raises Cancelled.
+        """What a cast of the stored values to `dtype` loses; it is counted once and remembered.
+
+        cast: whether the weight is in this dtype and stays in it, so that the cast data is used. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -101,13 +103,15 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes it takes now, the scales included."""
+        """The bytes of the current data and scales."""
         held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """The weights that one shares a scale with when all that it is fused with is in `dtype`, itself among them; else none."""
+    """The weights that share one scale with the weight `name`, itself included, if all its fused siblings are in `dtype`; else
+    none.
+    """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
     return castable if len(castable) > 1 else []
@@ -115,25 +119,29 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 @dataclass
 class LiveModel:
-    """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer.
-
-    `checkpoint`: the headers of what it was loaded from, None for a module of the user's own. `identities`: the `files` as they
-    were before anything of them was read. `trust_remote_code`: whether Python code in the folder may run.
-    """
+    """A module, its tree and its weights."""
 
     module: nn.Module
     title: str
     device: torch.device
     tree: Tree
     weights: dict[str, Weight]
+    """The weights by canonical name."""
     files: tuple[Path, ...] = ()
+    """The files of weights, which may be mapped."""
     folder: Path | None = None
+    """The folder with the configuration and the tokenizer."""
     checkpoint: Checkpoint | None = None
+    """The headers of the checkpoint; None for the user's own module."""
     example_inputs: Callable[[], Any] | None = None
+    """The function of that name next to the user's own module."""
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
+    """Whether Python code in the folder may run."""
     identities: tuple[FileIdentity, ...] = ()
+    """The identities of `files` before anything was read from them."""
     by_id: dict[int, Weight] = field(default_factory=dict)
+    """The weights by the `id` of the tensor object in the module."""
 
     @classmethod
     def wrap(
@@ -145,11 +153,12 @@ class LiveModel:
         placements: Mapping[str, Placement] | None = None,
         **rest: Any,
     ) -> LiveModel:
-        """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals.
+        """Wrap a module: it is set to evaluation mode without gradients and moved to `device`, and its present tensors become the
+        originals.
 
-        `quantized`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each. `placements`:
-        where each tensor of the files went, for a module with a checkpoint. Raises UserError
-        where tensors have no data, or a module is compiled by TorchScript.
+        quantized: the storage dtype and the scales of each weight that is stored with scales, by one of its names. placements: the
+        place of each tensor of the files, for a module with a checkpoint. rest: further fields. Raises UserError if tensors have
+        no data, a module is compiled by TorchScript, or the module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -157,7 +166,7 @@ class LiveModel:
             if isinstance(child, torch.jit.ScriptModule):
                 where = f"{title}: {name}" if name else title
                 raise UserError(
-                    f"{where} is compiled by TorchScript, so what runs in it is not seen and can't be cast; "
+                    f"{where} is compiled by TorchScript, so what runs in it can't be observed or cast; "
                     "open the model with the Python module that it was compiled from"
                 )
         compiled = [name or "the model" for name, child in module.named_modules() if is_compiled(child)]
@@ -169,7 +178,7 @@ class LiveModel:
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             try:
-                module.to(device)  # where a tensor object can't follow, a new one takes its place
+                module.to(device)  # a tensor object that can't be moved is replaced by a new one
             except torch.OutOfMemoryError as error:
                 reason = str(error).split(". ")[0]
                 raise UserError(f"the model does not fit on {device}: {reason}; try --device cpu") from None
@@ -180,13 +189,13 @@ class LiveModel:
             dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
             for info in infos
         ]
-        besides: list[TensorInfo] = []
+        unused_infos: list[TensorInfo] = []
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
             assert placements is not None
             headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
-            besides = unused(placements, headers, infos, type(module).__name__)
+            unused_infos = unused(placements, headers, infos, type(module).__name__)
         weights = {
             info.name: Weight(
                 info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
@@ -195,7 +204,7 @@ class LiveModel:
         }
         for name, (_, scale) in quantized.items():
             weights[name].scale = weights[name].stored_scale = scale.to(device)
-        tree = tree_of(module, [*infos, *besides])
+        tree = tree_of(module, [*infos, *unused_infos])
         return cls(
             module,
             title,
@@ -212,11 +221,11 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
     ) -> None:
-        """Bring every tensor into its planned dtype; those that already are stay untouched, but for fused siblings that share a
-        scale with others than before.
+        """Bring every tensor into its planned dtype. Tensors that are in it already are not touched, unless they are fused siblings
+        whose shared scale changes.
 
-        Needs memory for the new tensors only: each replaces the one before it at once. Raises Cancelled between
-        two tensors; calling again with any plan goes on from there.
+        Each new tensor replaces its predecessor at once, so that memory is needed for the new tensors only. Raises Cancelled
+        between two tensors; a later call with any plan continues from there.
         """
         shared = scale_groups(
             {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}
@@ -226,7 +235,7 @@ class LiveModel:
             for name, weight in self.weights.items()
             if weight.dtype != planned[name] or weight.shares != shared.get(name, ())
         ]
-        # Those that go back to the mapped data come first: that frees memory before any is needed.
+        # Weights that return to the mapped data come first, which frees memory before any is allocated.
         pending.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
         try:
             for done, weight in enumerate(pending):
@@ -242,11 +251,11 @@ class LiveModel:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of all the module's tensors now, tied ones once, non-persistent buffers included."""
+        """The bytes of all tensors of the module at present: tied ones once, non-persistent buffers included."""
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
-        """The same by device."""
+        """The resident bytes on each device."""
         sums: dict[str, int] = {}
         for weight in self.weights.values():
             device = str(weight.tensor.device)
@@ -256,8 +265,9 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Weights that another program's code has unpacked from quantised ones since, as compressed-tensors does in the first
-        forward pass."""
+        """Weights that other code has unpacked from quantised ones after loading, as compressed-tensors does in the first forward
+        pass.
+        """
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
         held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
@@ -266,8 +276,9 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """The weights whose cast loses values, besides rounding them: under the casts in force, or under a plan, for which only
-        the stored values are read. Counts each tensor in each dtype once. Raises Cancelled.
+        """What the casts of the weights lose beyond rounding, for the weights that lose anything; each is counted only once.
+
+        planned: the dtypes of a plan, for which only the stored values are read; None for the present casts. Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
@@ -276,7 +287,7 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """The same under a plan where all of it was counted before, else None. Any thread may ask."""
+        """The losses under a plan if all of them have been counted already, else None. Any thread may call this."""
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]
@@ -285,7 +296,7 @@ class LiveModel:
         return tuple(loss for weight, dtype in changed if (loss := weight.losses[dtype]) is not None)
 
     def uniform_dtype(self) -> torch.dtype | None:
-        """The one computed dtype of all parameters and persistent buffers that can be cast, else None."""
+        """The computed dtype that all castable parameters and persistent buffers are in; None if there are several."""
         current = {weight.dtype for weight in self.weights.values() if weight.info.castable and weight.info.persistent}
         if any(weight.scale is not None for weight in self.weights.values()):
             return None

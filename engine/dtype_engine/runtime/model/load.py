@@ -1,8 +1,8 @@
-"""From what a user pointed at to a live model, by the loading code that everybody uses.
+"""Loading a live model from a source, by the loading code of transformers where there is a `config.json`.
 
-Hugging Face folders go through `from_pretrained`, which leaves the weights mapped from the file. Where that
-changes what is stored (a mixed checkpoint comes back in one dtype; `_keep_in_fp32_modules` are widened) the stored
-tensors are put back, so that every weight has the dtype that its file has.
+`from_pretrained` leaves the weights of Hugging Face folders mapped from the file. Where it changes stored dtypes (it brings a
+checkpoint of several dtypes into one, and widens `_keep_in_fp32_modules`), the stored tensors are put back, so that every weight
+has the dtype of its file.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
+from dtype_engine.runtime.model.constructed_buffers import construct_buffers
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
@@ -45,7 +46,7 @@ OnStep = Callable[[str], None]
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device for "cpu", "cuda" (or "cuda:1") or "auto". Raises UserError when it is not there."""
+    """The device for "cpu", "cuda" (or "cuda:1") or "auto". Raises UserError if it is not available."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -60,9 +61,10 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def load(source: Source, options: Options, on_step: OnStep = lambda step: None) -> LiveModel:
-    """Open `source` as a live model on the device asked for. `on_step` is called with what is being done.
+    """Open `source` as a live model on the device that `options` name.
 
-    Raises NoForward when there are tensors but no architecture for them, UserError for anything else that is wrong.
+    on_step: called with the name of each step of loading. Raises NoForward if there are tensors but no architecture for them, and
+    UserError for any other problem.
     """
     device = pick_device(options.device)
     if source.kind == "python":
@@ -92,7 +94,7 @@ def _from_checkpoint(
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, on_step)
-    on_step("taking stock of the weights")
+    on_step("listing the weights")
     live = LiveModel.wrap(
         loaded.module,
         source.title,
@@ -111,7 +113,7 @@ def _from_checkpoint(
 
 
 def _unpack(module: nn.Module) -> None:
-    """Let compressed-tensors unpack its weights now. It would do so inside the first forward pass, which may be stopped halfway."""
+    """Let compressed-tensors unpack its weights now. Otherwise it would do so in the first forward pass, which may be cancelled."""
     compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
     if compressor is not None and hasattr(module, "ct_decompress_hook"):
         with quiet():
@@ -121,26 +123,27 @@ def _unpack(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with every weight as stored; `quantized` has the dtype and scales of the storage-only ones by live name."""
+    """A module with every weight as it is stored."""
 
     module: nn.Module
     quantized: dict[str, tuple[str, torch.Tensor]]
+    """The dtype and the scales of each weight in a storage dtype, by its name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """The tensor of the module that each tensor of the files has become."""
 
 
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
-    """The module of a checkpoint by `from_pretrained`, on the CPU, every tensor in the dtype that its file has.
+    """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
 
-    Raises NoForward where there is no architecture, or transformers can't load it.
+    Raises NoForward if the architecture is not known or transformers can't load it.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.form in _NO_ARCHITECTURE:
         raise NoForward(f"{title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     if checkpoint.config is None:
         raise NoForward(
-            f"{title}: no forward pass: no config.json beside the weights says which architecture they belong to. Open the "
+            f"{title}: no forward pass: no config.json next to the weights says which architecture they belong to. Open the "
             f"model's own code with file.py:Name --weights {printable(checkpoint.path.name)} to run it; planning works"
         )
     if checkpoint.form == "pickle" and any(map(is_compressed, checkpoint.files)):
@@ -156,12 +159,14 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         silence_transformers()
         on_step("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
-        make(chosen, checkpoint)  # on the meta device: what can't be loaded is refused before memory is taken for it
+        make(
+            chosen, checkpoint
+        )  # on the meta device: a model that can't be loaded is refused before memory is allocated
         model_class = chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
         if checkpoint.quantized:
-            # Scaled weights are brought back here, from the file's own scales; no other package has a say in it.
+            # This program dequantizes weights with scales itself, so transformers must not use another package for it.
             more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         placements: dict[str, Placement] = {}
@@ -179,15 +184,16 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
                 )
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # what files and configurations can make it raise has no common class
+        except Exception as error:  # what files and configurations make it raise has no common class
             raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {reason(error)}") from error
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
+        of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))
     module.requires_grad_(False)
     placements = placements or map_names(module, checkpoint.weights)
     _restore_stored(module, checkpoint, restorable(checkpoint, placements))
     quantized, packed = _restore_quantized(module, checkpoint, placements)
-    notices = [*checkpoint.notices, *chosen.notices]
+    notices = [*checkpoint.notices, *chosen.notices, *of_buffers]
     if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
@@ -200,12 +206,12 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
-    """A model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
+    """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
 
-    `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one. Weights stored in a storage-only
-    dtype with scales come back as values in the dtype that `config.json` names, as a plain module has no place for scales;
-    `dtype_engine.open` keeps them as they are stored. `module`: for a checkpoint without `config.json`, the model to put
-    the weights into, which is changed in place. Raises UserError.
+    `from_pretrained` of transformers 5, by contrast, brings a checkpoint of several dtypes into one. A plain module has no place
+    for scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open`
+    keeps their codes and scales. module: for a checkpoint without `config.json`, the model that gets the weights, which is changed
+    in place. Raises UserError.
     """
     checkpoint = open_checkpoint(folder)
     loaded = (
@@ -225,9 +231,9 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
-    """Put a checkpoint's tensors into a module that was made without it, mapped, each in its stored dtype.
+    """Put a checkpoint's tensors into a given module, mapped, each in its stored dtype.
 
-    Raises UserError for a tensor that has no place in the module, or one of the module's that the checkpoint lacks.
+    Raises UserError if a tensor has no place in the module or the checkpoint lacks a tensor of the module.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -251,10 +257,10 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """A checkpoint's architecture without data, on the meta device, and where each tensor of the files goes in it; None where it is
-    not known or can't be made so.
+    """Make a checkpoint's architecture without data, on the meta device, and find the place of each tensor of the files in it.
 
-    Raises UserError for an architecture in `options` that transformers does not have.
+    Returns None if the architecture is not known or can't be made. Raises UserError if transformers does not have the architecture
+    that `options` name.
     """
     if checkpoint.config is None:
         return None
@@ -269,21 +275,21 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
 
 
 def loading_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype to load in so that no stored value is rounded: the widest float dtype that is stored."""
+    """The dtype in which a checkpoint is loaded: the widest stored float dtype, so that no value is rounded."""
     return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """The class, made to load every tensor in its stored dtype at once where this transformers asks its classes for that.
+    """A variant of the class that loads every tensor in its stored dtype, if this transformers asks its classes for dtypes.
 
-    Otherwise tensors of other dtypes than the one loaded in are copied, only to be put back from the file afterwards.
-    placements: filled with where each tensor of the files goes, when the class is asked.
+    Otherwise transformers converts tensors of other dtypes, and they have to be read from the file again afterwards.
+    placements: filled during loading with the place of each tensor of the files.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
         placements.update(map_names(module, checkpoint.weights))
         wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
-        # Packed codes are no values of the weight: transformers does not find it, and makes it as any other that is missing.
+        # Packed codes are not the weight's values. transformers finds no such weight and initialises it as a missing one.
         return {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
 
     return with_dtypes(model_class, stored)
@@ -297,8 +303,10 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """The dtype and scales of the weights that an export stored with scales, by live name; and all names of those whose codes
-    were packed, or that are packed of several themselves, which are put into the module here.
+    """Put weights into the module that an export stored with scales, where loading could not: their codes are packed, or the weight
+    is packed of several parts.
+
+    Returns the dtype and scales of all weights that are stored with scales, by live name, and the names of those that are put here.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -326,9 +334,9 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Give every tensor whose dtype loading changed the stored data back, mapped from the file.
+    """Put the stored data, mapped from the file, back into every tensor whose dtype loading has changed.
 
-    One packed of several stored tensors goes back to their dtype, which gives their values again: loading only widened.
+    A tensor that is packed of several stored ones is cast back to their dtype, which is exact, as loading only widened the values.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -1,5 +1,5 @@
-"""One tensor of a checkpoint, mapped: nothing is read until it is used, and nothing of the file stays resident once the
-tensor is gone.
+"""Reading a tensor of a checkpoint by mapping its file: pages are read when they are used, and none stays resident once the tensor
+is freed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """The tensor, in its own dtype and shape, over a private mapping of its bytes (the file can't be written through it).
+    """Map a tensor that is stored as one range of bytes, in its own dtype and shape; `read_tensor` reads all kinds of tensors.
 
-    For tensors that are a stretch of their file; `read_tensor` knows all the others. Raises UserError when the file can't be
-    read.
+    The mapping is private, so the file can't be written through it. Raises UserError if the file can't be read.
     """
     byte_range = stored.bytes
     if byte_range is None:
@@ -41,7 +40,7 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
             )
     except (OSError, ValueError) as error:
         raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
-    if before % dtype.itemsize:  # a file may be laid out so, and torch's kernels rely on aligned addresses
+    if before % dtype.itemsize:  # the tensor is not aligned in its file, and torch's kernels need aligned addresses
         values = (
             torch.frombuffer(mapping, dtype=torch.uint8, count=byte_range.nbytes, offset=before).clone().view(dtype)
         )
@@ -51,16 +50,16 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
 
 
 def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
-    """The shape that torch has for a tensor: a byte of `float4_e2m1fn_x2` is one element there, of two values."""
+    """The shape of a tensor in torch, where an element of `float4_e2m1fn_x2` is a byte with two values."""
     if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
         return (*stored.shape[:-1], stored.shape[-1] // 2)
     return stored.shape
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """One of the checkpoint's tensors as the file has it; one in a dtype of GGUF's own as float32 values.
+    """Read a tensor as its file has it; a tensor in a block format of GGUF becomes float32 values.
 
-    Raises UserError when its file can't be read, or it is of a kind that has no values here (sparse, without data, ...).
+    Raises UserError if the file can't be read or the tensor is of a kind without plain values (sparse, without data, ...).
     """
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
@@ -76,10 +75,10 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """A tensor by the name that the model has for it, as it is stored; one stored with scales, or in blocks of GGUF, as
-    float32 values.
+    """Read the values of a weight of a checkpoint of any form: in the stored dtype, or in float32 for a weight that is stored with
+    scales or in a block format of GGUF.
 
-    The one way to a checkpoint's values, whatever form it has. Raises UserError as `read_stored` does.
+    name: the weight's name without suffixes for codes and scales. Raises UserError, as `read_stored` does.
     """
     weight = checkpoint.quantized.get(name)
     if weight is not None:
@@ -88,7 +87,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of a weight that an export stored, as `cast_or_quantize` gives them."""
+    """Read the codes and scales of a weight that an export stored with scales, in the form that `cast_or_quantize` returns."""
     if weight.dtype in dtypes.BLOCK_FORMATS:
         return from_file(
             {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype

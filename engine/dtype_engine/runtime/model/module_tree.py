@@ -1,4 +1,4 @@
-"""The tree of a module by itself: its tensors in its own order, every name that each goes by, and its classes."""
+"""The tree of a module without files: its tensors in the module's order with all their names, and its classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Every distinct tensor of a module in its own order, with every name it goes by."""
+    """Every distinct tensor of a module in the module's order, with all its names: the descriptions, and the tensors by first
+    name.
+    """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     kinds: dict[int, Kind] = {}
@@ -42,14 +44,19 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's shape as files have it: torch counts bytes of `float4_e2m1fn_x2`, each of which holds two values."""
+    """The shape of a tensor in a file, where each value counts; for torch, a byte with two values of `float4_e2m1fn_x2` is one
+    element.
+    """
     if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
     return tuple(tensor.shape)
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """The tree of a module, with classes and what the model keeps in float32; `infos` where its tensors were collected before."""
+    """The tree of a module, with its classes and the modules that it declares to keep in float32.
+
+    infos: the module's tensors, if they have been collected already.
+    """
     listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
     _mark_kept_in_fp32(module, tree)
@@ -57,7 +64,7 @@ def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tre
 
 
 def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
-    """Mark the modules that their model's own code wants kept in float32."""
+    """Mark the modules that the model's code declares to keep in float32."""
     declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
     for prefix, pattern, attribute in declared:
         for name, node in tree.modules.items():

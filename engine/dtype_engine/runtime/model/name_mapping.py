@@ -1,7 +1,7 @@
-"""Which tensor of a live module each tensor of a checkpoint becomes.
+"""The mapping from the tensors of a checkpoint to those of a live module.
 
-Mostly they have the same name. transformers also adds or drops the prefix of the base model, renames, and packs several
-tensors of a file into one parameter (the experts of a layer).
+Most tensors have the same name in both. But transformers adds or drops the prefix of the base model, renames tensors, and packs
+several tensors of a file into one parameter, such as the experts of a layer.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The live tensor that a stored one becomes: its name there, and whether it is only a part of it.
-
-    place: where the part lies, (the index of its matrix along the first dimension, or None where all is one matrix; its place
-    among the parts below each other in that matrix). None where that is not known, since parts are turned or mixed, say.
-    """
+    """The live tensor that a stored tensor becomes."""
 
     name: str
+    """The name of the live tensor."""
     part: bool
+    """Whether the stored tensor is only a part of the live one."""
     place: tuple[int | None, int] | None = None
+    """The place of a part: the index of its matrix along the first dimension (None if the live tensor is one matrix), and its
+    position among the parts that are stacked in the rows of that matrix. None if parts are combined in another way, for example
+    transposed.
+    """
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """Where each stored tensor goes in `module` (which may be on the meta device). Those that it has no place for are
-    left out.
-    """
+    """The place of each stored tensor in `module`, which may be on the meta device. Tensors without a place are left out."""
     live = module.state_dict()
     placements: dict[str, Placement] = {}
     rest: list[str] = []
@@ -53,9 +53,9 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """The weights whose stored dtype a loader is to keep: those that can be cast, and those stored with scales by an export.
+    """The weights whose stored dtype loading has to keep: those that can be cast, and those that an export stored with scales.
 
-    Integers, and what other programs quantised, are left to transformers.
+    Integers and weights that other programs quantised are left to transformers.
     """
     return {
         name: placement
@@ -65,7 +65,7 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """The dtype in which each live tensor is stored, by live name; for packed ones the widest of their parts."""
+    """The stored dtype of each live tensor, by its live name; for a packed tensor the widest dtype of its parts."""
     by_live_name: dict[str, str] = {}
     for name, placement in placements.items():
         stored = checkpoint.dtype(name)

@@ -1,7 +1,7 @@
-"""Live weights that loading packs of several stored ones: where each part lies, and whether its scales are the packed weight's.
+"""Live weights that loading packs of several stored parts: the order of the parts, and the scales of the packed weight.
 
-A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to all of it; what lies
-in one part alone is the part's own.
+A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. A
+scale that covers only one part is also the scale of that part.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 Shape = tuple[int, ...]
 Rows = list[list[str]]
-"""The names of a packed weight's parts: for each of its matrices those that lie below each other, from the first row on."""
+"""The names of a packed weight's parts: for each of its matrices, the parts that are stacked in its rows, from the first row on."""
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
-    """The parts of a weight of shape `packed`, in order; None where they are not whole rows of its matrices, one after the other.
+    """The parts of a weight of shape `packed` in order; None if the parts are not consecutive whole rows of its matrices.
 
-    placements, shapes: those of all its parts, by their names.
+    placements, shapes: those of all parts, by name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -50,9 +50,9 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Why the packed weight's scales in a storage dtype are no scales of its parts; None where they are."""
+    """Why a storage dtype has scales that cover several parts of the packed weight in part only; None if it has none."""
     if rows is None:
-        return "loading puts its parts together in another way than one below the other"
+        return "loading does not stack its parts one below the other, but combines them in another way"
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return None
@@ -68,7 +68,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """The parts that share one scale, where the packed weight has one for several: of all of it, or of each matrix."""
+    """The groups of parts that share one scale of the packed weight: all parts, those of each matrix, or no groups."""
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]
@@ -78,9 +78,10 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
 def pack(
     title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """The dtype, the codes and the scales of a weight whose parts were stored with scales, as `cast_or_quantize` gives them.
+    """Pack the parts of a weight, stored with scales, into the dtype, codes and scales of the weight, as `cast_or_quantize` gives
+    them.
 
-    Raises NoForward where one such weight can't be what the parts are.
+    Raises NoForward if codes and scales of one weight can't represent the parts.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
@@ -103,7 +104,9 @@ def pack(
 
 
 def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """The scales of the packed weight, of those of its parts in order."""
+    """The scales of the packed weight. scales: those of its parts, in order. Raises NoForward if parts would have to share
+    scales.
+    """
     if dtypes.BY_NAME[dtype].blocks is not None:
         return torch.cat(list(scales))
     names = [name for each in rows for name in each]

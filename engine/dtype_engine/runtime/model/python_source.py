@@ -1,4 +1,4 @@
-"""A model that Python code makes: a class or function of the user's own, with weights from a checkpoint where one is named."""
+"""Making a model with the user's own class or function, with weights from a checkpoint if the user names one."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ OnStep = Callable[[str], None]
 def _load_weights(
     module: nn.Module, file: Path, trust: bool, title: str
 ) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
-    """Put a checkpoint's tensors into a module, mapped and in the dtypes they are stored in.
+    """Put a checkpoint's tensors into a module, mapped and in their stored dtypes.
 
-    Returns notices, and the files as they were before they were read.
+    Returns notices, and the identities of the files before they were read. Raises UserError if the checkpoint does not fit.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
@@ -67,9 +67,9 @@ def _load_weights(
 def _tie_again(
     module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Put one tensor in all places that the module had one in, as loading gave each place a tensor of its own.
+    """Tie weights again that the module ties, since loading has given each name its own tensor.
 
-    Returns the names that are tied now. Where the file has different values for them they are left apart.
+    Returns the names that are tied now. Names for which the file has different values stay separate.
     """
     tied: set[str] = set()
     for names in ties:
@@ -88,7 +88,7 @@ def _tie_again(
 
 
 def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
-    """A class or function of the user's own that gives an `nn.Module`, and `example_inputs()` beside it. Raises UserError."""
+    """Make the model of the user's own class or function, and find `example_inputs()` in the same file. Raises UserError."""
     assert source.attribute is not None
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -128,7 +128,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Whether a name of a Python file may be what the user means: a model, its class, or a function to call without arguments."""
+    """Whether a value in a Python file may make a model: a module, a module class, or a function that needs no arguments."""
     if isinstance(value, nn.Module):
         return True
     if getattr(value, "__module__", None) != module or getattr(value, "__name__", "_").startswith("_"):
@@ -145,7 +145,7 @@ def _may_make_a_model(value: Any, module: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Run a Python file as a module. Its folder is importable, as it is when the file is run as a program."""
+    """Import a Python file as a module. It can import from its folder, as a file can that is run as a program. Raises UserError."""
     name = f"_dtype_engine_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -1,4 +1,4 @@
-"""Libraries that would write to the terminal, which may be showing the app."""
+"""Keeping libraries from writing to the terminal, in which the app may be running."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep libraries from writing to the terminal, which may be showing the app."""
+    """Keep warnings, log messages and progress bars of libraries off the terminal while the block runs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which transformers does
+        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers imports tqdm, which reads this only then
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         logging.getLogger("transformers").setLevel(logging.ERROR)
         try:
             yield
         finally:
-            if "transformers" in sys.modules:  # whoever imported it
+            if "transformers" in sys.modules:
                 silence_transformers()
 
 

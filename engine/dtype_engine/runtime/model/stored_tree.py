@@ -1,7 +1,7 @@
-"""The tree of a module together with the files that its weights come from: one account for plans, casts and exports.
+"""The tree of a module combined with the files of its weights, for plans, casts and exports alike.
 
-Modules, classes and ties are the module's; dtypes and bytes are those of the files. A tensor of the files that the module
-has no place for is in the tree all the same, never cast, since an export copies it; one that the files lack has no bytes.
+Modules, classes and tied weights are those of the module; dtypes and bytes are those of the files. A tensor of the files without a
+place in the module is in the tree, since an export copies it, but is never cast. A tensor that the files lack has no bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
-    """The tree of a module without data (on the meta device) for the weights of a checkpoint.
+    """The tree of a module without data, on the meta device, with the dtypes and bytes of a checkpoint.
 
-    placements: where each tensor of the files goes. Raises UserError for a file that can't be read: the values of a weight that
-    the files hold under two names are compared.
+    placements: the place of each tensor of the files. Raises UserError for a file that can't be read: if the files hold a tied
+    weight under two names, the values are compared.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
@@ -39,10 +39,10 @@ def with_files(
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
-    """A module's tensors with what the files say of each.
+    """A module's tensors with the sizes, packing and quantisation that the files have for them.
 
-    headers: the tensors of the files. own_dtypes: the module is live, and has its weights in the dtypes given; otherwise they are
-    those of the files.
+    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module; otherwise the dtypes
+    are those of the files.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -69,7 +69,7 @@ def with_files(
             info,
             shape=files[0].shape
             if len(files) == 1 and files[0].uncastable_reason
-            else info.shape,  # packed: that of the words
+            else info.shape,  # the shape of a packed tensor is that of its words
             dtype=dtype,
             uncastable_reason=uncastable_reason,
             quantized=info.quantized or any(name in checkpoint.quantized for name in sources[held]),
@@ -77,7 +77,9 @@ def with_files(
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
         if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
-            changed = dataclasses.replace(changed, packed_bytes=size)  # packed of parts in several dtypes, say
+            changed = dataclasses.replace(
+                changed, packed_bytes=size
+            )  # for example, parts in several dtypes are packed into it
         described.append(changed)
     return described
 
@@ -85,7 +87,7 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """The tensors of the files that the module has no place for."""
+    """The tensors of the files without a place in the module."""
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
@@ -97,7 +99,7 @@ def unused(
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
-    """Weights that the module would tie, apart where the files hold other values for each name, as transformers has it."""
+    """The module's tensors, with tied weights separated if the files hold different values for their names, as in transformers."""
     untied = []
     for info in infos:
         if not info.aliases:
@@ -116,7 +118,7 @@ def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors of the files are the same: dtype, shape and every bit. Raises UserError."""
+    """Whether two tensors of the files have the same dtype, shape and bits. Raises UserError for a file that can't be read."""
     if checkpoint.aliases.get(one, one) == checkpoint.aliases.get(other, other):
         return True
     first, second = checkpoint.weights[one], checkpoint.weights[other]
@@ -127,6 +129,6 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Without the plain weights that a quantised checkpoint has as other tensors of the same module."""
+    """The tensors without those that a quantised checkpoint replaces by other tensors of the same module."""
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     return [info for info in infos if not (info.made_on_load and info.name.rpartition(".")[0] in parts)]

@@ -1,4 +1,4 @@
-"""What of torch is used although its name begins with an underscore; checked with torch 2.9 to 2.13."""
+"""The names of torch that are used although they begin with an underscore; tested with torch 2.9 to 2.13."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = [
 WithoutModes = DisableTorchFunction
 """A context in which no `TorchFunctionMode` sees a call."""
 TO_COPY = torch.ops.aten._to_copy.default
-"""What every cast of a tensor ends in, for a `TorchDispatchMode`."""
-# A C function: it is asked in the middle of a forward pass.
+"""The operation that every cast of a tensor becomes for a `TorchDispatchMode`."""
+# attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that a view is of."""
+"""The tensor of which another tensor is a view; None for a tensor that is no view."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often something has written to a tensor, or to a view of it; -1 for one made under `torch.inference_mode`, where nobody
-    counts.
+    """The number of writes to a tensor or to views of it; -1 for a tensor made under `torch.inference_mode`, which has no
+    counter.
     """
     try:
         return tensor._version
@@ -51,19 +51,20 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether anybody registered forward hooks or pre-hooks of a module."""
+    """Whether a module has forward hooks or forward pre-hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""Calls a module, the first argument, as torch does: with its hooks."""
+"""Calls the module that is the first argument as torch does, with its hooks."""
 _INSTEAD = "_compiled_call_impl"
-"""The attribute that torch calls, where it is set, in place of `as_called`: `Module.compile` keeps there what it made."""
+"""The attribute that torch calls instead of `as_called` if it is set; `Module.compile` stores the compiled call there."""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
-    """Have calls of a module call `function`, with the module before their arguments, until what is returned is called. A copy of
-    the module has no such function.
+    """Make calls of a module call `function` instead, with the module as the first argument. Returns a function that undoes this.
+
+    Copies of the module are not affected.
     """
     before = module.__dict__.get(_INSTEAD)
     bound = module.__dict__[_INSTEAD] = MethodType(function, module)
@@ -80,12 +81,14 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` made this of a module, or `Module.compile` has compiled it."""
+    """Whether a module is the result of `torch.compile`, or has been compiled by `Module.compile`."""
     return "_orig_mod" in module._modules or module.__dict__.get(_INSTEAD) is not None
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """A module's own parameters, then its own buffers: the local name, the tensor, the kind. Those that are None are left out."""
+    """The parameters and then the buffers of a module itself: the local name, the tensor, the kind. Those that are None are left
+    out.
+    """
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield name, parameter, "parameter"
@@ -95,10 +98,10 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where a module keeps its parameters, and its buffers."""
+    """The dictionaries in which a module keeps its parameters and its buffers."""
     return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Where a module itself keeps its parameter or buffer `name`: setting it there asks for no matching class."""
+    """The dictionary in which a module keeps its parameter or buffer `name`. Setting it there skips torch's check of its class."""
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 Arguments = tuple[Any, ...]
@@ -213,5 +214,5 @@ def recurrent_arguments(module: nn.Module, args: Arguments, compute: torch.dtype
     first = module.weight_ih_l0
     assert isinstance(first, torch.Tensor)
     target = first.dtype if first.dtype.is_floating_point and first.dtype.itemsize > 1 else compute
-    floats = [tensor for tensor in tensors_in(args, {}) if tensor.is_floating_point() and tensor.dtype != target]
-    return replace_tensors(args, {}, {id(tensor): tensor.to(target) for tensor in floats})[0]
+    given: Arguments = with_tensors(args, lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor)
+    return given

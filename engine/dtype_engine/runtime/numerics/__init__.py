@@ -1,1 +1,1 @@
-"""Quantize and dequantize, metrics, round-trip errors: tensors in, numbers out."""
+"""Arithmetic on tensors: quantizing and dequantizing, metrics, and round-trip errors."""

@@ -1,13 +1,13 @@
-"""Activations, rounded to the format of the weight that they meet, as runtimes do in W8A8 and W4A4: dynamically, from their own
-values.
+"""Rounding activations to the format of the weight that they are multiplied by, as runtimes do in W8A8 and W4A4. Scales are
+dynamic: they follow from the activations themselves.
 
 - fp8 and int8: one scale for each token, amax / 448 or amax / 127 over its channels (vLLM's `dynamic_per_token_scaled_fp8_quant`
-  and `dynamic_scaled_int8_quant`), also where the weight has one for the whole tensor;
-- blocks: along the channels of a token, with the weight's own block length and scale rule; of fp8 in blocks of 128 x 128 that is
-  128 of one token. NVFP4's scale of the tensor is that of all tokens that an operation is given, where a checkpoint would have one
-  from calibration.
+  and `dynamic_scaled_int8_quant`), also where the weight has one scale for the whole tensor.
+- Blocks: along the channels of a token, with the block length and the scale rule of the weight; for fp8 in blocks of 128 x 128,
+  128 channels of one token. NVFP4's scale of the tensor follows from all tokens of the operation, where a checkpoint would have
+  one from calibration.
 
-A value that is not finite stays what it is, so that a reading still tells of it. Computed in float32.
+Values that are not finite stay as they are, so that measurements still report them. The arithmetic is in float32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Counting the values that a cast loses: finite ones that become infinite, and others that become zero.
+"""Counting the values that a cast loses: finite ones that become infinite or saturate, and others that become zero.
 
-What a cast gave is read once, in pieces that stay in the processor's cache. Only where a piece holds an infinity or a zero
-are the original values read, so that a cast that loses nothing costs a fraction of the cast itself.
+The result of a cast is read once, in pieces that stay in the processor's cache. The original values are read only for pieces that
+hold an infinity or a zero, so that counting costs a fraction of a cast that loses nothing.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks
 from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, parallel_map, row_slices
-from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX
+from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""Losses by (tensor, dtype): what was counted once is not counted again."""
+"""Losses that have been counted, by (tensor, dtype)."""
 
 
 class _Counts(NamedTuple):
-    """What adds up over the pieces of a tensor."""
+    """The counts of one piece of a tensor, which add up; `ValueLoss` describes them."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -39,11 +40,11 @@ class _Counts(NamedTuple):
     saturated: int = 0
     nonfinite: int = 0
     zeros: int = 0
-    """After the cast, whatever they were before."""
+    """Zeros after the cast, whatever they were before."""
 
 
 class LossCounter:
-    """Counts what a cast loses while its pieces are made, in any order and in several threads at once."""
+    """Counts what a cast loses while the cast is made piece by piece, in any order and in several threads."""
 
     def __init__(self, name: str, original: torch.Tensor | Values, dtype: str) -> None:
         self.name = name
@@ -54,9 +55,10 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """A flat piece of the cast tensor, from its element `start` on; of a dtype with scales the codes of whole rows.
+        """Count one flat piece of the cast tensor that begins at its element `start`; for a dtype with scales, the codes of whole
+        rows.
 
-        before: the piece that it was made from, where that is at hand.
+        before: the piece before the cast; None to read it from the original.
         """
         before = self._flat[start : start + len(after)] if before is None else before
         quantized = self.dtype in dtypes.STORAGE_DTYPES
@@ -65,7 +67,10 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """The loss, when all pieces were seen; None where nothing is lost but by rounding, as `ValueLoss.is_listed` has it."""
+        """The loss, once all pieces are counted; None if nothing more than rounding is lost (see `ValueLoss.is_listed`).
+
+        Raises Cancelled.
+        """
         if not self._original.numel():
             return None
         total = _Counts(*map(sum, zip(*self._parts, strict=True)))
@@ -88,10 +93,9 @@ class LossCounter:
 def count_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
-    """What a cast of `original` to `dtype` loses; None where nothing is lost but by rounding (see `ValueLoss.is_listed`).
+    """What a cast of `original` to `dtype` loses; None if nothing more than rounding is lost (see `ValueLoss.is_listed`).
 
-    cast: what the cast gave (the codes, of a dtype with scales) where it is there already; else pieces are cast here. Raises
-    Cancelled.
+    cast: the result of the cast, or its codes for a dtype with scales; None to cast a piece at a time here. Raises Cancelled.
     """
     counter = LossCounter(name, original, dtype)
 
@@ -118,7 +122,7 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """What is quantized, as rows: those that have blocks in a format with blocks, else output channels."""
+    """A tensor as the rows that are quantized: rows of blocks in a format with blocks, otherwise output channels."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -127,7 +131,7 @@ def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
 
 
 def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.Tensor], None]) -> None:
-    """Calls `on_rows(start, codes)` with the codes of some rows, flat, and the index of their first element."""
+    """Quantize a tensor and call `on_rows(start, codes)` with the flat codes of some rows and the index of their first element."""
     element = dtypes.BY_NAME[dtype]
     if element.blocks is None:
         quantize_in_blocks(original, dtype, on_rows)
@@ -144,7 +148,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
     """The counts of one flat piece in a computed dtype, without channels. `after` may be on another device."""
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
-    if _is_finite(after):  # then so was all of it before
+    if _is_finite(after):  # a value that is not finite before the cast is not finite after it
         return _Counts(vanished=vanished, zeros=zeros)
     finite = torch.isfinite(before)
     overflowed = finite & ~torch.isfinite(after).to(before.device)
@@ -153,13 +157,14 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """The counts of the codes of whole rows in a dtype with scales, in which nothing overflows."""
+    """The counts of whole rows in a dtype with scales, whose codes never overflow."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
-    if not _is_finite(before):
-        # The codes are made from float32 values, which may be infinite where those before are not.
-        saturated = int(torch.isinf(before.to(torch.float32)).sum())
+    limit = saturates_beyond(dtype)
+    if not _is_within(before, limit):
+        # Codes are made from float32 values, which may be infinite where the original float64 values are finite.
+        saturated = int((before.to(torch.float32).abs() > limit).sum())
         nonfinite = before.numel() - int(torch.isfinite(before).sum())
         vanished -= count_zeroed_nan(before, dtype) if zeros else 0
     if 0 < width <= zeros:
@@ -170,33 +175,42 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether all values are finite in float32. Also False where only their sum is not, so that they are looked at one by one."""
+    """Whether all values are finite in float32. It is also False if only their sum is not finite: the caller then looks at each."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
+def _is_within(values: torch.Tensor, limit: float) -> bool:
+    """Whether no |value| exceeds the limit and none is NaN. It may also be False if only the sum is not finite: the caller then
+    looks at each value.
+    """
+    if limit == FLOAT32_MAX:
+        return _is_finite(values)
+    return float(torch.maximum(values.amax(), -values.amin())) <= limit
+
+
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
-    """How many values are NaN and become zero in a dtype with scales that has no code for NaN: these are no values lost."""
+    """How many NaN a dtype with scales turns into zeros because it has no code for NaN. These do not count as lost values."""
     row = dtypes.BY_NAME[dtype]
     return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
 
 
 def count_zeros(values: torch.Tensor) -> int:
-    """How many of a flat tensor are zero, of either sign."""
+    """The number of zeros, of either sign, in a flat tensor."""
     if values.device.type != "cpu":
         return values.numel() - int(torch.count_nonzero(values))
     return values.numel() - int(np.count_nonzero(magnitude_bits(values)))
 
 
 def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
-    """A flat tensor on the CPU as integers for numpy, which compares and counts these several times as fast as torch floats. Those
-    of floats are without the sign, so they are in the order of the absolute values, and NaN is above infinity.
+    """The bits of a flat tensor on the CPU as integers of numpy, which compares and counts them several times as fast as torch does
+    floats. For floats the sign bit is cleared: the integers have the order of the absolute values, with NaN above infinity.
     """
     bits: npt.NDArray[Any] = values.view(_BITS[values.element_size()]).numpy()
     return bits & np.iinfo(bits.dtype).max if values.is_floating_point() else bits
 
 
 def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Output channels that had values and have none after the cast to a computed dtype, a few rows at a time."""
+    """How many output channels have nonzero values before a cast to a computed dtype and only zeros after it. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

@@ -1,7 +1,7 @@
-"""What a cast does to a tensor's values, without a forward pass: the round-trip error, and where its exponents lie.
+"""What a cast does to a tensor's values, without a forward pass: the round-trip error, and the histogram of exponents.
 
-A tensor is read once, in chunks that stay in the processor's cache, so memory does not grow with it; only scales per output
-channel need a chunk to hold whole rows.
+A tensor is read once, in pieces that stay in the processor's cache, so memory does not grow with the tensor; but with scales for
+output channels a piece has to hold whole rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from dtype_engine.runtime.formats.row_blocks import (
 )
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
-from dtype_engine.runtime.numerics.quantize import Workspace, amax_to_scale, dequantize_block, quantize_block
+from dtype_engine.runtime.numerics.quantize import (
+    Workspace,
+    amax_to_scale,
+    dequantize_block,
+    quantize_block,
+    saturates_beyond,
+)
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
@@ -64,19 +70,19 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
 
 
 _BEST_DB = 200.0
-"""Rounding to float32 leaves 146 dB (6.02 for each of 24 bits and 1.76 more); what is far above has hardly an error but the
+"""Rounding to float32 leaves 146 dB (6.02 for each of 24 bits, and 1.76). In a tensor far above that, nearly all of the error is
 values that vanished.
 """
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """A tensor's SQNR, None where the figure would flatter: see `results.WeightError`."""
-    praise = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
-    return None if praise and sqnr > -math.inf else sqnr
+    """A tensor's SQNR, or None if the figure would look better than the cast is: see `results.WeightError`."""
+    flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
+    return None if flattering and sqnr > -math.inf else sqnr
 
 
 class _Sums(NamedTuple):
-    """What adds up over the pieces of a tensor."""
+    """The sums over one piece of a tensor, which add up, and the largest error. `WeightError` describes the counts."""
 
     noise: float = 0.0
     energy: float = 0.0
@@ -90,8 +96,8 @@ class _Sums(NamedTuple):
 
 
 OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called in several threads with the number of a piece's first row or element, its values in float32 or float64, what the cast
-made of them (codes, where there are scales), and the error of each. All are in memory that is used again.
+"""Called in several threads with a piece: the index of its first row or element, its values in float32 or float64, the cast values
+(codes for a dtype with scales), and the error of each. The next piece overwrites these tensors.
 """
 
 
@@ -123,7 +129,7 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """A tensor in a format with blocks; as what its codes stand for before the scale."""
+    """Call `on_piece` for a tensor in a format with blocks; the cast values are the codes before the scale."""
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
     count, height, width = matrices(tensor.shape, blocks.columns)
@@ -139,16 +145,17 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """The sums over flat values `x`, which the cast made `cast` with the error `delta`; this is free memory afterwards."""
+    """The sums over flat values `x`, the cast values `cast` and the errors `delta`, which are overwritten."""
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
-    if not (math.isfinite(noise) and math.isfinite(energy)):
-        # What came back is not kept beside its error: the error of a finite value is finite just where it is.
+    limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf
+    if not (math.isfinite(noise) and energy <= limit**2):
+        # Dequantized values are not kept, but the error of a finite value is finite exactly if the dequantized value is.
         before = torch.isfinite(x)
         after = torch.isfinite(cast.to(x.dtype))
-        back = torch.isfinite(delta)  # the largest float32 may come back from a code and its scale as infinite
+        back = torch.isfinite(delta)
         overflowed = int((before & ~back).sum())
-        saturated = int((torch.isinf(x) & after).sum())
+        saturated = int((after & (torch.isinf(x) | (x.to(torch.float32).abs() > limit))).sum())
         nonfinite = int((~before).sum())
         zeroed_nan = count_zeroed_nan(x, dtype)
         delta = delta[before & back]
@@ -171,7 +178,10 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
 
 @single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
-    """How many values lie in each power of two: floor(log2 |x|). Zeros and what is not finite are counted apart."""
+    """How many values lie in each power of two, floor(log2 |x|). Zeros and values that are not finite are counted separately.
+
+    Raises Cancelled.
+    """
     counts: dict[int, int] = {}
     zeros = nonfinite = 0
     flat = tensor.reshape(-1)
@@ -186,7 +196,7 @@ def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -
         zeros += int(finite.sum()) - part.numel()
         if not part.numel():
             continue
-        # frexp gives a fraction from 0.5 to 1, so its exponent is one more than floor(log2).
+        # The fraction that frexp gives lies between 0.5 and 1, so its exponent is one more than floor(log2).
         powers = torch.frexp(part).exponent.to(torch.int64) - 1
         low = int(powers.min())
         for power, count in enumerate(torch.bincount(powers - low).tolist(), low):

@@ -1,12 +1,13 @@
 """Storage formats: how a tensor is quantized and dequantized.
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales
-s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
-vector or scalar, and one for any tensor where the dtype's name ends in `@tensor`. A scale is never below float32's
-smallest normal value: smaller ones lose their bits, the smallest become zero. Dequantized it is q * s,
-computed in float32 and rounded once to the dtype asked for. `core.dtypes.nbytes_in` has the bytes of both parts.
+s = amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0);
+a vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one. A scale is never below float32's smallest normal
+value, since subnormal scales lose bits and even smaller ones are zero. Nor is it so large that its product with the largest code is
+infinite in float32. The dequantized values are q * s, computed in float32 and rounded once to the target dtype.
+`core.dtypes.nbytes_in` gives the bytes of both parts.
 
-Formats whose scales belong to blocks are written in `runtime/formats/`; here they are dequantized as all others are.
+`runtime/formats/` quantizes to the formats whose scales belong to blocks; they are dequantized here like all others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
+from dtype_engine.runtime.formats import mx
 from dtype_engine.runtime.formats.blocks import chunks, spread
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
 from dtype_engine.runtime.formats.row_blocks import (
@@ -31,12 +33,13 @@ from dtype_engine.runtime.formats.row_blocks import (
     row_amax,
     row_slices,
 )
+from dtype_engine.runtime.formats.scales import FLOAT32_MAX, largest_scale
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's dtype of a name of `dtypes`."""
+    """The dtype of torch in which a dtype of `core.dtypes` is kept."""
     dtype = getattr(torch, dtypes.BY_NAME[name].torch_name)
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -50,12 +53,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def cast_or_quantize(
     tensor: torch.Tensor, dtype: str, amax: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`tensor` in `dtype`: cast, or quantized to codes and their scale where that is a storage dtype.
+    """`tensor` in `dtype`: cast, with None as its scale, or for a storage dtype quantized to codes and scales.
 
-    The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise and for `@tensor`. A channel of
-    zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has
-    them. Of a format with blocks the scale is that of each block, [down, across]; amax: the largest |value| of all the tensors that
-    share a scale of the tensor with it, None where it has its own.
+    Scales are float32 of shape [tensor.shape[0]] for two or more dimensions, [1] otherwise and for `@tensor`, and [down, across]
+    for a format with blocks. The scale of a channel of zeros is 1. Scales follow from the finite values; others stay as they are if
+    the dtype has codes for them. amax: the largest |value| of all tensors that share the scale of the tensor with this one; None
+    where it has its own.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
@@ -72,9 +75,9 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """The values of `tensor` after a cast: in `dtype` itself, always a copy; those of a storage dtype dequantized to `compute`.
+    """The values of `tensor` after a cast, always a copy: in `dtype`, or for a storage dtype dequantized to `compute`.
 
-    amax: as `cast_or_quantize` has it.
+    amax: as in `cast_or_quantize`.
     """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
@@ -88,11 +91,11 @@ def quantize_in_blocks(
     on_block: Callable[[int, torch.Tensor], None],
     amax: float | None = None,
 ) -> torch.Tensor:
-    """Quantize a tensor a few rows at a time; returns its scale, as `cast_or_quantize` has it. For dtypes without blocks.
+    """Quantize a tensor to a dtype without blocks, a few rows at a time; returns its scales, as `cast_or_quantize` does.
 
-    `on_block(start, codes)` gets the index in the flattened tensor at which a block begins, and its codes, flat, in memory that the
-    next block uses again. It is called in several threads, in no order. amax: the largest |value| of all that shares one scale with
-    this tensor, every channel of it; None where scales are its own.
+    on_block: called as `on_block(start, codes)` in several threads and in no order, with the flat codes of some rows and the index
+    of their first element in the flattened tensor. The next rows overwrite the codes. amax: the largest |value| of all tensors that
+    share one scale with this one, in all channels; None where its scales are its own.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
@@ -121,14 +124,24 @@ def quantize_in_blocks(
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """amax / top; 1 where all is zero."""
-    return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
+    """amax / top, within the limits that the docstring of this module states; 1 where amax is 0."""
+    return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
+
+
+def saturates_beyond(dtype: str) -> float:
+    """The largest |value| of a weight that a storage dtype keeps, whatever the rest of the weight is: that of float32, or under
+    scales that are powers of two the value at which `formats.mx` saturates.
+    """
+    row = dtypes.BY_NAME[dtype]
+    return (
+        mx.largest(row) if row.blocks is not None and row.blocks.scale in ("uint8", "float8_e8m0fnu") else FLOAT32_MAX
+    )
 
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers for the blocks of a large tensor, all of the same shape: without them, every temporary of every block would be
-    memory fresh from the system, whose first touch takes longer than the arithmetic.
+    """Buffers for the pieces of a large tensor, all of the same shape. Without them every temporary of every piece would be memory
+    fresh from the system, and touching that for the first time takes longer than the arithmetic.
     """
 
     cast: torch.Tensor
@@ -137,25 +150,25 @@ class Workspace:
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """For blocks up to this shape, cast to `dtype` and back to `wide`."""
+        """Buffers for pieces up to this shape that are cast to `dtype` and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """The same for a block of only `count` rows (or elements)."""
+        """The same buffers for a piece of only `count` rows or elements."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
 
 def quantize_block(
     values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """The codes of float32 values under a scale that broadcasts over them; NaN is 0 in an integer."""
+    """The codes of float32 values under a scale that broadcasts over them; NaN becomes 0 in an integer dtype."""
     top = dtypes.BY_NAME[dtype].max
     scaled = torch.div(values, scale, out=workspace.values if workspace is not None else None).clamp_(-top, top)
     target = torch_dtype(dtype)
     if target == torch.int8:
         scaled.round_()
-        # Only here would NaN become any number at all; looking at the sum is one pass, replacing it two.
+        # A cast of NaN to an integer may give any number. The sum shows in one pass whether there is NaN; replacing it takes two.
         if not math.isfinite(float(scaled.sum())):
             scaled.nan_to_num_(0.0)
     return scaled.to(target) if workspace is None else workspace.cast.copy_(scaled)
@@ -164,13 +177,13 @@ def quantize_block(
 def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
     """Codes as float32 values, times a scale that broadcasts over them.
 
-    On the CPU torch converts float8 element by element. Both kinds are float16 with fewer bits, so moving the bits into place
-    gives the same values ten times as fast: e5m2 is the upper byte, e4m3fn has an exponent that counts from 8 less.
+    On the CPU torch converts float8 one element at a time. Both float8 formats are float16 with fewer bits, and shifting the bits
+    gives the same values ten times as fast: e5m2 is the upper byte of float16, and the exponent bias of e4m3fn is smaller by 8.
     """
     bits = codes.contiguous().view(torch.int8) if codes.element_size() == 1 else codes
     slow = codes.device.type != "cpu" or codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
     e4m3 = codes.dtype == torch.float8_e4m3fn
-    # float16 has no code that e4m3fn's NaN could be moved to.
+    # Shifting the bits of e4m3fn's NaN does not give a NaN of float16.
     if slow or (e4m3 and bits.numel() and int((bits & 0x7F).max()) == 0x7F):
         values = codes.to(torch.float32) if workspace is None else workspace.values.copy_(codes)
         return values.mul_(scale)
@@ -180,16 +193,16 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
         half.bitwise_and_(~0x4000)
     floats = half.view(torch.float16)
     values = floats.to(torch.float32) if workspace is None else workspace.values.copy_(floats)
-    # Times 256 in one go with the scale: a power of two rounds nothing, and amax / 448 is small enough for it.
+    # The factor 256 makes up for the exponent bias. A power of two rounds nothing, and amax / 448 leaves room for it.
     return values.mul_(scale * 256.0 if e4m3 else scale)
 
 
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """The values of `codes`, in `dtype` and of the same shape; a few rows at a time, so with no more memory than that.
+    """The values of `codes`, in `dtype` and of the same shape, computed a few rows at a time to save memory.
 
-    scale: float32 [channels] or [1], or [down, across] for `blocks`, as `cast_or_quantize` has it.
+    scale: float32 [channels] or [1], or [down, across] for `blocks`, as `cast_or_quantize` gives it.
     """
     if blocks is not None:
         return _dequantize_blocks(codes, scale, dtype, blocks)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from dtype_engine.core.errors import NoForward
+from dtype_engine.runtime.model.containers import parts_of
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """The first float tensor in a module's output: itself, or in a tuple, list, dict or model output."""
+    """The first float tensor in a module's output: the output itself, or one inside a container, however it is nested."""
     if isinstance(output, torch.Tensor):
         return (
             output if output.is_floating_point() and output.layout is torch.strided and not output.is_nested else None
         )
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    for value in values:
+    for _, value in parts_of(output):
         tensor = first_tensor(value)
         if tensor is not None:
             return tensor
@@ -44,14 +46,15 @@ def main_output(output: Any) -> tuple[str, torch.Tensor]:
 
 
 def _main_output(output: Any) -> tuple[str, torch.Tensor | None]:
-    if isinstance(output, dict):
+    if isinstance(output, Mapping) or dataclasses.is_dataclass(output):
+        named = dict(parts_of(output))
         for name in _MAIN_OUTPUTS:
-            if isinstance(value := output.get(name), torch.Tensor) and first_tensor(value) is value:
+            if isinstance(value := named.get(name), torch.Tensor) and first_tensor(value) is value:
                 return name, value
-        for key, value in output.items():
+        for name, value in named.items():
             tensor = first_tensor(value)
             if tensor is not None:
-                return str(key), tensor
+                return name, tensor
     return "output", first_tensor(output)
 
 

@@ -73,7 +73,10 @@ def finite_largest(values: torch.Tensor) -> float:
 def _tensor_scale(largest: float) -> Any:
     with np.errstate(over="ignore"):
         scale = np.float32(1) / max(np.float32(largest), np.finfo(np.float32).tiny) * np.float32(448 * 6)
-    return scale if np.isfinite(scale) else np.float32(1)
+    if not np.isfinite(scale):
+        return np.float32(1)
+    # Under a smaller one an element of 6 in a block of scale 448 would be infinite.
+    return max(scale, np.float32(448 * 6 / float(np.finfo(np.float32).max) * (1 + 2**-22)))
 
 
 def _in_blocks(part: Any, blocks: Blocks) -> Any:
@@ -92,7 +95,9 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
     amax = np.maximum(-low, high)
     if blocks.zero_points:
         low, high = np.minimum(low, 0), np.maximum(high, 0)
-        wide = (high - low) / np.float32(15)
+        with np.errstate(over="ignore"):
+            span = high - low
+        wide = np.where(np.isfinite(span), span / np.float32(15), high / np.float32(15) - low / np.float32(15))
         with np.errstate(divide="ignore", invalid="ignore"):
             zero = np.clip(np.float32(-8) - low / wide, -8, 7)
         rounded = _bfloat16(wide)
@@ -107,6 +112,8 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
         return shown / of_tensor, shown, None
     if blocks.scale == "float32":
         scale = amax / np.float32(448)
+        with np.errstate(over="ignore"):
+            scale = np.where(np.isinf(scale * np.float32(448)), np.nextafter(scale, np.float32(0)), scale)
         scale = np.where(scale == 0, np.float32(2.0**-23), scale)
         return scale, scale, None
     fraction, exponent = np.frexp(amax.astype(np.float64))
@@ -118,7 +125,7 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
         "even": mantissa >= 2 - 2.0 ** -(row.mantissa + 1),
         "compressed-tensors": mantissa >= 1.75,
     }[blocks.rule]
-    byte = np.clip(exponent - highest + up + 127, 0, 254)
+    byte = np.clip(exponent - highest + up + 127, 0, 255 - highest)
     byte = np.where(amax == 0, 127 if blocks.rows > 1 else 0, byte)
     return np.ldexp(1.0, byte - 127).astype(np.float32), byte.astype(np.uint8), None
 
@@ -133,7 +140,11 @@ def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) 
         shifted = np.nan_to_num(quotient, nan=0.0, posinf=np.inf, neginf=-np.inf) + zero[:, None, :, None].astype(
             np.float32
         )
-        found = np.rint(np.clip(shifted, least, -least - 1)) - least
+        from_zero = zero[:, None, :, None]
+        with np.errstate(over="ignore"):
+            most = np.floor(np.finfo(np.float32).max / scale[:, None, :, None])
+        units = np.clip(np.rint(np.clip(shifted, least, -least - 1)) - from_zero, -most, most)
+        found = units + from_zero - least
     else:
         name = "float8_e4m3fn" if row.bits == 8 else row.name
         index = _nearest(np.minimum(np.abs(quotient), np.float32(row.max)), name)

@@ -286,8 +286,9 @@ def quantize_independently(
     """The codes and scales of a tensor in a storage dtype, by the formula at the top of `numerics.quantize`, in plain torch.
 
     scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. It is 1 if all
-    values are zero, and never below float32's smallest normal value. Codes are w / scale, clamped and rounded half to even; NaN is
-    0 in int8. shared: the largest |w| of all tensors that share the scale; None if it is not shared.
+    values are zero, never below float32's smallest normal value, and never so large that the largest code times the scale is
+    infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all tensors that
+    share the scale; None if it is not shared.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -299,6 +300,7 @@ def quantize_independently(
     largest = torch.where(torch.isfinite(rows), rows, 0.0).abs().amax(dim=1)
     largest = largest if shared is None else torch.full_like(largest, shared)
     scale = torch.where(largest > 0, (largest / row.max).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    scale = torch.where(torch.isinf(scale * row.max), torch.nextafter(scale, torch.zeros_like(scale)), scale)
     codes = (rows / scale[:, None]).clamp(-row.max, row.max)
     if row.kind == "int":
         codes = torch.where(torch.isnan(codes), 0.0, codes).round()

@@ -186,7 +186,7 @@ def test_without_inputs_nvfp4_is_refused_and_the_command_runs_them(
 ) -> None:
     source, out = make_llama(dtype="bfloat16", **WIDE), tmp_path / "out"
     recipe = Recipe((Rule.parse("*_proj=nvfp4"),))
-    with pytest.raises(UserError, match="comes of calibration inputs"):
+    with pytest.raises(UserError, match="comes from calibration inputs"):
         export_checkpoint(open_checkpoint(source), "source", recipe, out, options=OPTIONS)
     assert not out.exists()
     asked = ["export", str(source), "-o", str(out), "--cast", "*_proj=nvfp4", "--inputs", str(ids), "--device", "cpu"]
@@ -235,6 +235,6 @@ def test_what_others_do_otherwise_is_said(make_llama: Callable[..., Path], ids: 
     session.cast("*.mlp", "int4@g128")
     notices = " ".join(session.export(tmp_path / "out").notices)
     assert "activations of weights in mxfp4:floor were measured with that rule" in notices
-    assert "weights in int4@g128 are for activations as they are" in notices
+    assert "activations of weights in int4@g128 are not quantised" in notices
     session.settings = RunSettings()
     assert not any("activations" in notice for notice in session.export_contents().notices)

@@ -303,7 +303,7 @@ def test_parts_that_are_turned_when_they_are_packed_are_refused(
         [MergeModulelist(0), Concatenate(1), Transpose(1, 2)],
     )
     monkeypatch.setattr(conversion_mapping, "get_model_conversion_mapping", lambda module: [turned])
-    with pytest.raises(UserError, match=r"gate_up_proj is packed .* another way than one below the other"):
+    with pytest.raises(UserError, match=r"gate_up_proj is packed .* does not stack its parts one below the other"):
         export_checkpoint(source, "moe", Recipe((Rule("*.gate_up_proj", "mxfp4"),)), tmp_path / "out")
 
 
@@ -327,7 +327,7 @@ def test_projections_in_two_formats_are_named_one_by_one(source: tuple[str, Path
     groups = config_of(tmp_path / "out")["config_groups"].values()
     assert sorted(len(group["targets"]) for group in groups) == [11, 22]
     assert all(f"model.layers.0.{EXPERTS[kind]}." in target for group in groups for target in group["targets"])
-    assert any("vLLM has one format for all the experts of a layer" in notice for notice in report.notices)
+    assert any("vLLM needs one format for all experts of a layer" in notice for notice in report.notices)
     assert verify(tmp_path / "out", locate(str(folder))).same
 
 
@@ -350,7 +350,9 @@ def test_quantised_activations_are_declared_where_a_file_needs_no_scale_of_them(
     report = session.export(tmp_path / "nvfp4")
     (group,) = config_of(tmp_path / "nvfp4")["config_groups"].values()
     assert group["input_activations"] is None
-    assert any("33 weights in nvfp4" in notice and "activations as they are" in notice for notice in report.notices)
+    assert any(
+        "activations of 33 weights in nvfp4" in notice and "are not quantised" in notice for notice in report.notices
+    )
     assert not any("input_global_scale" in name for name in load_file(tmp_path / "nvfp4" / "model.safetensors"))
     assert verify(tmp_path / "nvfp4", locate(str(folder))).same
 

@@ -114,7 +114,7 @@ def test_a_pipeline_is_exported_with_all_its_folders(
         "unet/diffusion_pytorch_model-00002-of-00002.safetensors", "unet/diffusion_pytorch_model.safetensors.index.json",
     } | {"unet/diffusion_pytorch_model.safetensors", "recipe.yaml"}  # fmt: skip
     assert files_in(out) == expected
-    assert "left out, as no part of what is exported: notes.ipynb" in said.err
+    assert "left out, since they are not part of the model: notes.ipynb" in said.err
     assert "copied as they are, since their weights are not in safetensors: vae" in said.err
     for name, tensor in of_folder(pipeline / "unet").items():
         assert torch.equal(of_folder(out / "unet")[name], tensor.to(torch.bfloat16)), name
@@ -236,7 +236,7 @@ def test_other_forms_of_the_same_weights_are_left_out_and_said(
     torch.save({}, pipeline / "text_encoder" / "pytorch_model.bin")
     assert dtype_engine("export", pipeline, "-o", tmp_path / "out") == 0
     assert (
-        "left out, as other forms of the weights that are written: text_encoder/model.fp16.safetensors, "
+        "left out, since they are other forms of the weights that are written: text_encoder/model.fp16.safetensors, "
         "text_encoder/pytorch_model.bin" in capsys.readouterr().err
     )
     assert not (tmp_path / "out" / "text_encoder" / "pytorch_model.bin").exists()

@@ -17,6 +17,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.inputs.tensor_files import read_tensors
 
 Make = Callable[..., Path]
 
@@ -355,7 +356,7 @@ def test_what_an_export_keeps_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["notices"] == [
         "x.pth: the weights are its entry 'model'",
         "x.pth: 1 other tensor in it is not among the weights, first optimizer.exp_avg",
-        "as stored, whatever the rules: 2 tensors, first steps: is stored as int64, which is never cast",
+        "kept as stored, whatever the rules say: 2 tensors, first steps: is stored as int64, which is never cast",
     ]
 
 
@@ -368,3 +369,16 @@ def test_a_compressed_folder_is_not_run_on_bytes_that_are_no_weights(make_llama:
     assert len(open_checkpoint(folder).weights) == 20
     with pytest.raises(UserError, match="compressed archive"):
         de.open(str(folder))
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("share", [0.5, 0.99])
+def test_a_file_that_is_cut_short_is_said_to_be(zipped: bool, share: float, tmp_path: Path) -> None:
+    path = tmp_path / "half.pt"
+    torch.save({"x": torch.randn(64, 64)}, path, _use_new_zipfile_serialization=zipped)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(UserError, match=r"half\.pt is cut short: "):
+        open_checkpoint(path)
+    with pytest.raises(UserError, match=r"half\.pt is cut short: "):
+        read_tensors(path)

@@ -17,7 +17,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT
 from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.formats.code_packing import pack
-from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
+from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks, scale_tensors
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.verify.independent_block_formats import quantize_blocks_independently
 
@@ -59,7 +59,7 @@ def ours(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_blocks, "CHUNK", 10_000)
         of_tensor = quantize_chunks(weight, dtype, keep)
-    rest = beside_codes([scales[key] for key in sorted(scales)], of_tensor, tuple(weight.shape), dtype)
+    rest = scale_tensors([scales[key] for key in sorted(scales)], of_tensor, tuple(weight.shape), dtype)
     suffixes = [SCALE_INV if element.blocks.layout == "fp8" else SCALE]
     suffixes += [TENSOR_SCALE] * element.blocks.tensor_scale + [ZERO_POINT] * element.blocks.zero_points
     return dict(zip([CODES, *suffixes], [torch.cat([codes[key] for key in sorted(codes)]), *rest], strict=False))
@@ -352,8 +352,8 @@ STORED = [name for name in dtypes.BLOCK_FORMATS if "mxfp6" not in name]
 @pytest.mark.parametrize("dtype", STORED)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_verify_works_out_again_is_what_is_written(dtype: str, shape: tuple[int, ...]) -> None:
-    """Shapes that no block divides, with values that are not finite, and every size of float32."""
-    for size in (0.02, 1e-39, 1e25):
+    """Shapes that no block divides, with values that are not finite, and every size of float32, up to its largest values."""
+    for size in (0.02, 1e-39, 1e25, 1.2e38):
         weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size
         flat = weight.view(-1)
         flat[: min(4, len(flat))] = torch.tensor([math.inf, math.nan, -0.0, -math.inf])[: len(flat)]

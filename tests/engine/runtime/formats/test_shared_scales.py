@@ -122,7 +122,7 @@ def test_an_export_says_what_no_fused_kernel_takes(llama: Path, tmp_path: Path) 
     session.cast("*.q_proj", "nvfp4")
     notices = session.export(tmp_path / "out").notices
     assert any(
-        "1 group of weights that vLLM and SGLang fuse" in notice
+        "1 group of weights that they fuse has several formats" in notice
         and "q_proj nvfp4, k_proj bfloat16, v_proj bfloat16" in notice
         for notice in notices
     )

@@ -10,7 +10,7 @@ import torch
 import transformers
 from tests.helpers.paths import DEMO
 from torch import nn
-from transformers import conversion_mapping, core_model_loading
+from transformers import conversion_mapping, core_model_loading, dynamic_module_utils
 
 from dtype_engine.runtime.model import hf_private
 
@@ -32,6 +32,11 @@ CONFIG = transformers.LlamaConfig(
         (conversion_mapping, "get_model_conversion_mapping", "tensors that are renamed or packed find no place"),
         (core_model_loading, "rename_source_key", "tensors that are renamed or packed find no place"),
         (core_model_loading, "WeightConverter", "tensors that are renamed or packed find no place"),
+        (
+            dynamic_module_utils,
+            "TIME_OUT_REMOTE_CODE",
+            "a model of custom code that loads another may ask on standard input",
+        ),
         (core_model_loading, "WeightRenaming", "tensors that are renamed or packed find no place"),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",

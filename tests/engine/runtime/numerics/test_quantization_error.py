@@ -15,8 +15,9 @@ from tests.helpers.peak_memory import peak_anonymous
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.formats import row_blocks
+from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype, values_in
 
 DTYPES = pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 
@@ -187,9 +188,31 @@ def test_no_praise_for_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert text.splitlines()[-1].startswith("left out   3 tensors, first ")
 
 
-def test_a_value_that_comes_back_infinite_from_its_code_has_overflowed() -> None:
-    """127 codes of the largest float32 divided by 127, rounded up, are more than it."""
-    largest = torch.finfo(torch.float32).max
-    found = round_trip("w", torch.tensor([largest, 1.0]), "int8")
-    values = (torch.tensor([largest]) / 127) * 127
-    assert found.overflowed == int(values.isinf().sum())
+EDGES = (3.4028234663852886e38, 3.39e38, 2.9e38, 1e-45, 1e39, 1e300, 1e-60)
+
+
+@pytest.mark.parametrize("dtype", sorted(dtypes.STORAGE_DTYPES))
+@pytest.mark.parametrize("edge", EDGES)
+def test_no_value_at_the_edge_of_a_range_becomes_infinite(edge: float, dtype: str) -> None:
+    """Nor does it make others NaN, and what is beyond the range is listed, by both ways of counting."""
+    wide = torch.float64 if edge > EDGES[0] or edge < 1e-45 else torch.float32
+    noise = torch.randn(130, 256, generator=torch.Generator().manual_seed(0)).to(wide)
+    one, both, whole = noise.clone(), noise.clone(), (noise / noise.abs().max()).double().mul(edge).to(wide)
+    one[0, 0] = both[0, 0] = edge
+    both[0, 1], both[5] = -edge, 0
+    for weight in (one, -one, both, whole):
+        _, scale = cast_or_quantize(weight, dtype)
+        assert scale is not None
+        assert bool(torch.isfinite(scale).all())
+        assert float(scale.min()) > 0
+        assert bool(torch.isfinite(values_in(weight, dtype, torch.float32)).all())
+        found, loss = round_trip("w", weight, dtype), count_losses("w", weight, dtype)
+        assert found.overflowed == 0
+        row = dtypes.BY_NAME[dtype]
+        powers = row.blocks is not None and row.blocks.scale in ("uint8", "float8_e8m0fnu")
+        most = row.max * 2.0 ** (128 - math.frexp(row.max)[1]) if powers else float(torch.finfo(torch.float32).max)
+        beyond = int((weight.to(torch.float32).abs().double() > most).sum())
+        assert found.saturated == beyond
+        assert (loss.saturated if loss is not None else 0) == beyond
+        if weight is one and row.blocks is not None and not row.blocks.tensor_scale:
+            assert float((values_in(weight, dtype, torch.float32)[129] - weight[129]).abs().max()) < 0.5

@@ -1,0 +1,62 @@
+"""Tensors inside the containers that a forward pass takes and returns: lists, tuples, mappings, dataclasses and packed sequences,
+nested in any way.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """What a container holds, each part with its key, field or index; nothing for any other value."""
+    if isinstance(value, Mapping):
+        yield from ((str(key), item) for key, item in value.items())
+    elif isinstance(value, (list, tuple)):
+        names = getattr(value, "_fields", None) or map(str, range(len(value)))
+        yield from zip(names, value, strict=True)
+    elif _is_dataclass(value):
+        yield from ((field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value))
+
+
+def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor in a value, named by `name` and the dotted path to it."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    for part, item in parts_of(value):
+        yield from named_tensors_in(f"{name}.{part}", item)
+
+
+def with_tensors(value: Any, change: Change) -> Any:
+    """The same value with `change` applied to every tensor in it. Containers of tensors are copied; everything else stays the very
+    object that it was, and so do the lengths of a packed sequence, which torch keeps on the CPU.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, PackedSequence):
+        order = [each if each is None else change(each) for each in (value.sorted_indices, value.unsorted_indices)]
+        return PackedSequence(change(value.data), value.batch_sizes, *order)
+    if not any(True for _ in named_tensors_in("", value)):
+        return value
+    if isinstance(value, (list, tuple)):
+        items = [with_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    copied = copy.copy(value)
+    if isinstance(copied, MutableMapping):
+        for key, item in value.items():
+            copied[key] = with_tensors(item, change)
+    elif _is_dataclass(copied):
+        for name, item in parts_of(value):
+            object.__setattr__(copied, name, with_tensors(item, change))  # the class may be frozen
+    return copied
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

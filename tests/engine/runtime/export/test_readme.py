@@ -1,0 +1,249 @@
+"""What the README of an export says: each fact is tried with the loaders that are installed, and no name is taken for Markdown."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tests.helpers.exporting import export_checkpoint
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.recipe.schemes import layout
+from dtype_engine.runtime.export.loader_facts import Outcome, loader_facts
+from dtype_engine.runtime.export.plan import of_checkpoint
+from dtype_engine.runtime.export.readme import loading_text
+
+WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "tie_word_embeddings": False}
+IDS = torch.arange(2, 12)[None]
+READ = [name for name in dtypes.BY_NAME if name in dtypes.STORAGE_DTYPES and layout(name)]
+
+
+def exported(source: Path, out: Path, *casts: str) -> str:
+    """Write an export; its README."""
+    export_checkpoint(open_checkpoint(source), "model", Recipe(tuple(map(Rule.parse, casts))), out)
+    return (out / "README.md").read_text()
+
+
+def loaded(out: Path, dequantize: bool) -> nn.Module:
+    import transformers
+
+    given = {"quantization_config": transformers.CompressedTensorsConfig(dequantize=True)} if dequantize else {}
+    model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(out, **given)
+    return model
+
+
+@torch.no_grad()
+def outcome(out: Path, dequantize: bool, wide: str) -> set[Outcome]:
+    """What loading really gives: every outcome whose words hold."""
+    try:
+        theirs = loaded(out, dequantize)
+    except RuntimeError:
+        return {Outcome.FAILS_TO_LOAD}
+    ours = de.load_pretrained(out)
+    try:
+        logits = theirs(IDS).logits
+    except RuntimeError as error:
+        return {Outcome.FAILS_TO_RUN} if "BFloat16" in str(error) else set()
+    if torch.equal(logits, ours(IDS).logits):
+        return {Outcome.SAME}
+    state, found = theirs.state_dict(), {Outcome.LAST_BITS, Outcome.BFLOAT16}
+    for name, tensor in ours.state_dict().items():
+        # A value times a rounded scale is off by one rounding of each.
+        off = (state[name].double() - tensor.double()).abs()
+        step = {"float64": 2.0**-22, "float16": 2.0**-10}.get(wide, 2.0**-7)
+        if not bool((off <= step * tensor.double().abs() + 1e-7).all()):
+            found.discard(Outcome.LAST_BITS)
+        if not bool((off <= 2.0**-8 * tensor.double().abs()).all()):
+            found.discard(Outcome.BFLOAT16)
+    return found
+
+
+CASES = [
+    *((dtype, wide) for dtype in ("float8_e4m3fn", "mxfp8", "nvfp4", "int4@g32") for wide in dtypes.COMPUTE_DTYPES[1:]),
+    *((dtype, "float32") for dtype in ("int8@tensor", "fp8@128x128", "mxfp4:rceil", "int4@g128a", "int8@g128")),
+    ("float8_e4m3fn@tensor", "float64"),
+    ("int4@g128a", "bfloat16"),
+    ("mxfp4", "float16"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "wide"), CASES)
+def test_linear_layers_load_as_the_table_says(
+    dtype: str, wide: str, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", "0.20")
+    out = tmp_path / "out"
+    readme = exported(make_llama(dtype=wide, **WIDE), out, f"type:Linear={dtype}", "lm_head=stored")
+    (row,) = [line for line in readme.splitlines() if line.startswith("| linear layers in ")]
+    facts = loader_facts(dtype, expert=False)
+    said = [facts.outcome(wide, dequantize) for dequantize in (False, True)]
+    assert [part.strip() for part in row.strip("|").split("|")[1:]] == [each.format(wide=wide) for each in said]
+    for dequantize, expected in zip((False, True), said, strict=True):
+        assert expected in outcome(out, dequantize, wide), (dequantize, expected)
+    fails = said[0] in (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
+    recipe = Recipe((Rule("type:Linear", dtype), Rule("lm_head", "stored")))
+    text = loading_text(of_checkpoint(open_checkpoint(tmp_path / "llama"), "model", recipe))
+    assert (f"Weights in {dtype} give an error there without dequantize=True." in text) == fails
+
+
+MIXED = [
+    ("*.mlp=int8 *.o_proj=fp8 *.q_proj=fp8@tensor", "float32", Outcome.SAME, Outcome.SAME),
+    ("*.mlp=mxfp8 *.o_proj=fp8", "float32", Outcome.FAILS_TO_RUN, Outcome.TAKEN_FOR_ONE_FORMAT),
+    ("*.mlp=int8 *.o_proj=int4@g32", "float32", Outcome.SAME, Outcome.TAKEN_FOR_ONE_FORMAT),
+    ("*.mlp=mxfp4 *.o_proj=mxfp4:rceil", "bfloat16", Outcome.SAME, Outcome.SAME),
+    ("*.mlp=nvfp4 *.o_proj=int4@g32", "bfloat16", Outcome.SAME, Outcome.TAKEN_FOR_ONE_FORMAT),
+]
+
+
+@pytest.mark.parametrize(("casts", "wide", "plain", "dequantized"), MIXED)
+def test_formats_in_one_export_load_as_the_table_says(
+    casts: str, wide: str, plain: Outcome, dequantized: Outcome, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With `dequantize=True` transformers decodes all linear layers by the scheme of one of them, mostly without an error."""
+    pytest.importorskip("compressed_tensors", "0.20")
+    out = tmp_path / "out"
+    readme = exported(make_llama(dtype=wide, **WIDE), out, *casts.split())
+    rows = [line for line in readme.splitlines() if line.startswith("| linear layers in ")]
+    assert len(rows) == len(casts.split())
+    assert any(plain.format(wide=wide) in row for row in rows)
+    assert all(row.endswith(f"| {dequantized} |") for row in rows)
+    assert outcome(out, False, wide) == {plain}
+    found = outcome(out, True, wide)
+    assert found == ({Outcome.SAME} if dequantized is Outcome.SAME else found - {Outcome.SAME})
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "mxfp4", "int4@g32"])
+@pytest.mark.parametrize("wide", ["float32", "bfloat16"])
+def test_experts_load_as_the_table_says(dtype: str, wide: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", "0.20")
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, num_attention_heads=4, num_key_value_heads=2, num_experts=3, num_experts_per_tok=2, head_dim=32,
+        moe_intermediate_size=128, **WIDE,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Qwen3MoeForCausalLM(config).to(getattr(torch, wide))
+    model.save_pretrained(tmp_path / "source")
+    out = tmp_path / "out"
+    readme = exported(tmp_path / "source", out, f"*.experts={dtype}")
+    said = loader_facts(dtype, expert=True).outcome(wide, False)
+    assert f"| experts in {dtype} | {said} | {said} |" in readme
+    ours = de.load_pretrained(out)
+    for dequantize in (False, True):
+        theirs = loaded(out, dequantize)
+        name = "model.layers.0.mlp.experts.down_proj"
+        read, expected = theirs.get_parameter(name).detach(), ours.get_parameter(name).detach()
+        if said is Outcome.SAME:
+            assert torch.equal(read, expected)
+            assert torch.equal(theirs(IDS).logits, ours(IDS).logits)
+        else:
+            assert read.dtype == torch.bfloat16
+            assert bool(((read.float() - expected.float()).abs() <= 2.0**-8 * expected.float().abs()).all())
+            assert not torch.equal(theirs(IDS).logits, ours(IDS).logits)
+
+
+def test_deepseeks_layout_gives_the_same_values(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", "0.20")
+    pytest.importorskip("accelerate")
+    for wide in ("float32", "bfloat16"):
+        out = tmp_path / wide
+        readme = exported(make_llama(name=f"s{wide}", dtype=wide, **WIDE), out, "*.mlp=fp8@128x128:ue8m0")
+        assert f"on a CPU as values in {wide}" in readme
+        assert outcome(out, False, wide) == {Outcome.SAME}
+
+
+def test_every_format_that_others_read_has_facts() -> None:
+    for dtype in READ:
+        for expert in (False, True):
+            assert isinstance(loader_facts(dtype, expert).outcome("float32", True), Outcome)
+
+
+@pytest.mark.parametrize(
+    ("casts", "said"),
+    [
+        ([], "gives the same: all weights are in float32"),
+        (["*.mlp=bf16"], "silently brings a checkpoint of several dtypes into one: float32"),
+        (["*=f16"], "gives the same: all weights are in float16"),
+    ],
+)
+def test_exports_without_scales_load_as_it_says(
+    casts: list[str], said: str, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    assert said in exported(make_llama(), tmp_path / "out", *casts)
+    theirs, ours = loaded(tmp_path / "out", False).state_dict(), de.load_pretrained(tmp_path / "out").state_dict()
+    wide = said.rpartition(" ")[2]
+    assert {str(tensor.dtype) for tensor in theirs.values()} == {f"torch.{wide}"}
+    assert all(torch.equal(theirs[name].double(), ours[name].double()) for name in ours)
+
+
+HOSTILE = "b<script>alert(1)</script>`|[x](http://e)*![i](j)\u202e\n# h"
+
+
+class Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.found.append(tag)
+
+
+def rendered(markdown: str) -> Iterator[str]:
+    """The HTML tags of a README as CommonMark has it."""
+    from markdown_it import MarkdownIt
+
+    tags = Tags()
+    tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown))
+    return iter(tags.found)
+
+
+def test_names_of_the_model_are_no_markdown(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file({f"{HOSTILE}.weight": torch.full((4, 4), 1e30)}, source / "model.safetensors", {"format": "pt"})
+    out = tmp_path / "a<b>`c"
+    export_checkpoint(open_checkpoint(source), HOSTILE, Recipe((Rule("*", "float16"),)), out)
+    text = (out / "README.md").read_text()
+    assert "16 values became infinite" in text
+    assert set(rendered(text)) <= {
+        "h1",
+        "h2",
+        "p",
+        "ul",
+        "li",
+        "code",
+        "pre",
+        "table",
+        "thead",
+        "tbody",
+        "tr",
+        "th",
+        "td",
+    }
+    other = tmp_path / "other"
+    export_checkpoint(open_checkpoint(source), HOSTILE, Recipe((Rule("*", "float8_e5m2"),)), other)
+    assert not {"script", "a", "img", "em"} & set(rendered((other / "README.md").read_text()))
+
+
+def test_the_base_model_of_an_adapter_is_no_markdown(tmp_path: Path) -> None:
+    source = tmp_path / "adapter"
+    source.mkdir()
+    save_file({"base_model.model.q.lora_A.weight": torch.ones(2, 4)}, source / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "base_model_name_or_path": HOSTILE, "r": 2, "target_modules": ["q"]}
+    (source / "adapter_config.json").write_text(json.dumps(config))
+    export_checkpoint(open_checkpoint(source), "adapter", Recipe((Rule("*", "bfloat16"),)), tmp_path / "out")
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert re.search(r"made for \(``.*script.*``\)", text)
+    assert not {"script", "a", "img", "em"} & set(rendered(text))
