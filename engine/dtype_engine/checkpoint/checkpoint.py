@@ -11,12 +11,9 @@ from typing import Any, Literal
 
 from dtype_engine.checkpoint.components import Component
 from dtype_engine.checkpoint.file_identity import FileIdentity
+from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
-from dtype_engine.checkpoint.prequantized import (
-    QuantizedWeight,
-    quantized_parts,
-    read_quantized,
-)
+from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
@@ -87,11 +84,11 @@ class Checkpoint:
         """The tree of its tensor names. Module classes are not known from headers, ties only where a pickle has one storage
         under several names.
         """
-        parts = quantized_parts(self.tensors.keys() - self._own_parts, self.config)
+        parts = quantized_parts(self.foreign, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
-        meant = parameters_meant(self.tensors, parts, self.config)
+        meant = parameters_meant(self.foreign, parts, self.config)
         with gc_paused():
             return from_tensors(
                 TensorInfo(
@@ -108,6 +105,12 @@ class Checkpoint:
                 for name, tensor in self.weights.items()
                 if name not in self.aliases
             )
+
+    @property
+    def foreign(self) -> dict[str, CheckpointTensor]:
+        """The tensors of the files without the data and the scales of `quantized`."""
+        own = self._own_parts
+        return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
     @property
     def _own_parts(self) -> set[str]:

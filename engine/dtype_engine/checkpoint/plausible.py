@@ -36,6 +36,8 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
     for name, value in _numbers(config):
+        if name.startswith("quantization_config."):  # `dim` is an axis there, and no size of the model
+            continue
         key = name.rpartition(".")[2]
         if _COUNTS.fullmatch(key):
             limit, of_files = max(_ALWAYS_COUNTS, tensors), f"{tensors} tensors"

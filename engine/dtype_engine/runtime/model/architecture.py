@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.plausible import refuse_impossible
-from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.exits import exits_as_errors

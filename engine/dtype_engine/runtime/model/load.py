@@ -38,6 +38,7 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
+from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
@@ -156,7 +157,8 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         silence_transformers()
         on_step("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
-        make(chosen, checkpoint)  # on the meta device: what can't be loaded is refused before memory is taken for it
+        # On the meta device: what can't be loaded is refused before memory is taken for it.
+        refuse_unread(title, checkpoint, *make(chosen, checkpoint))
         model_class = chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}

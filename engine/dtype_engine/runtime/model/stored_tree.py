@@ -7,6 +7,7 @@ has no place for is in the tree all the same, never cast, since an export copies
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,6 +19,9 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
+
+_EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
+"""What follows the module that holds experts: transformers packs them in `experts`, MLX in `switch_mlp`."""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
@@ -73,11 +77,14 @@ def with_files(
             dtype=dtype,
             uncastable_reason=uncastable_reason,
             quantized=info.quantized or any(name in checkpoint.quantized for name in sources[held]),
-            meant=next((header.meant for header in files if header.meant is not None), info.meant),
+            meant=files[0].meant if len(files) == 1 else info.meant,
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
         if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
-            changed = dataclasses.replace(changed, packed_bytes=size)  # packed of parts in several dtypes, say
+            if dtype not in dtypes.COMPUTE_DTYPES:  # codes in place of values: only blocks that can be decoded are cast
+                uncastable_reason = uncastable_reason or f"stored as {dtype} in another shape, so as packed codes"
+            # The parts have several dtypes, or a byte holds several values.
+            changed = dataclasses.replace(changed, packed_bytes=size, uncastable_reason=uncastable_reason)
         described.append(changed)
     return described
 
@@ -127,6 +134,12 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Without the plain weights that a quantised checkpoint has as other tensors of the same module."""
+    """Without the plain weights that a quantised checkpoint has as other tensors: of the same module, or of one expert each."""
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
-    return [info for info in infos if not (info.made_on_load and info.name.rpartition(".")[0] in parts)]
+    of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}
+    return [
+        info
+        for info in infos
+        if not info.made_on_load
+        or not (info.name.rpartition(".")[0] in parts or _EXPERTS.sub("", info.name) in of_experts)
+    ]
