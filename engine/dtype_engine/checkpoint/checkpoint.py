@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from dtype_engine.checkpoint.completeness import IndexReport
 from dtype_engine.checkpoint.components import Component
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.packed_weights import quantized_parts
@@ -48,6 +49,8 @@ class Checkpoint:
     identities: tuple[FileIdentity, ...] = ()
     components: tuple[Component, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    index: IndexReport | None = None
+    """How the index of its shards agrees with them; None where there is no index."""
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
+from dtype_engine.checkpoint.completeness import compare_index
 from dtype_engine.checkpoint.components import (
     PIPELINE_INDEX,
     pipeline_notices,
@@ -29,6 +30,8 @@ from dtype_engine.checkpoint.weight_files import (
     INDEX,
     SINGLE,
     find_weight_files,
+    index_of,
+    read_index,
     read_json,
     read_shards,
     resolve_inside,
@@ -113,7 +116,13 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     identities = tuple(map(FileIdentity.of, files))
     tensors, metadata = read_shards(folder, files)
     variant = variant_of(files[0].name)
-    notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
+    notices: tuple[str, ...] = ()
+    if variant:
+        notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",)
+    index = None
+    if (named := index_of(folder)) is not None:
+        index = compare_index(folder, read_index(named), tensors, files)
+        notices += index.sentences
     checkpoint = Checkpoint(
         folder,
         files,
@@ -123,6 +132,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         notices=notices,
         identities=identities,
         aliases=_aliases(tensors, metadata),
+        index=index,
     )
     return _as_adapter(checkpoint) if adapter else checkpoint
 

@@ -30,7 +30,8 @@ def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoi
         held, said = read_header(file)
         for name in held.keys() & tensors.keys():
             raise UserError(
-                f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}"
+                f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}; "
+                "which of the two counts can't be known: remove one of the files, or the tensor from one"
             )
         tensors |= held
         metadata |= said
@@ -95,6 +96,18 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.
 
 
 def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
+    names = dict.fromkeys(read_index(index).values())
+    return tuple(resolve_inside(folder, name, index.name) for name in names)
+
+
+def index_of(folder: Path) -> Path | None:
+    """The index of safetensors that `find_weight_files` goes by; None where it goes by none."""
+    path = folder / INDEX
+    return path if path.exists() else None
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of every tensor that an index names. Raises UserError where it is no index."""
     weight_map = read_json(index).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -102,8 +115,7 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
         or not all(isinstance(name, str) for name in weight_map.values())
     ):
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
-    names = list(dict.fromkeys(weight_map.values()))
-    return tuple(resolve_inside(folder, name, index.name) for name in names)
+    return weight_map
 
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:

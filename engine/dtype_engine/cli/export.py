@@ -18,6 +18,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import human_bytes, seconds_text
+from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import ExportReport, VerifyReport
@@ -40,8 +41,11 @@ _TENSOR_BYTES = 1 << 30
 )
 @click.option("--force", is_flag=True, help="Replace FOLDER when all is written; never the model itself.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
+@click.option("--incomplete", is_flag=True, help="Export what is there of a checkpoint that lacks tensors.")
 @json_option
-def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
+def export(
+    request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool
+) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed.
 
     With --quantize-activations weights it says that activations are quantised, in the formats that runtimes quantise them in. For
@@ -62,9 +66,10 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
             recipe = request.with_preset(describe(source, request.options).tree)
         contents = of_checkpoint(checkpoint, source.title, recipe, request.options)
     if contents is not None and not needs_calibration(contents):
-        report = write(contents, folder, max_shard_size, _rate("exporting"), force=force)
+        report = write(contents, folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     else:
-        report = request.open_session(source).export(folder, max_shard_size, _rate("exporting"), force=force)
+        session = request.open_session(source)
+        report = session.export(folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     say("")
     if as_object:
         print_json(as_json(report))
@@ -134,7 +139,7 @@ def export_text(report: ExportReport) -> str:
     )
     return "\n".join(
         [
-            f"model      {report.model}",
+            f"model      {report.model}{found_text(report.coverage)}",
             f"rules      {', '.join(report.rules) or 'none: as stored'}",
             f"tensors    {mix}",
             f"written    {printable(report.folder, 1000)}: {human_bytes(report.nbytes)}, {files}, in "

@@ -60,6 +60,9 @@ _OPENING = (
 )
 _RUNNING = (
     click.Option(["--device"], default="auto", show_default=True, help="cpu, cuda or auto."),
+    click.Option(
+        ["--random-weights"], is_flag=True, help="Run a model though its files lack weights, which are made at random."
+    ),
     click.Option(["--prompt", "prompts"], multiple=True, help="Calibration text; may be repeated."),
     click.Option(
         ["--text", "texts"],

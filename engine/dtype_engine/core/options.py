@@ -56,6 +56,8 @@ class Options:
         weights: A checkpoint to load into the module of a Python file.
         architecture: The class whose module a checkpoint's tensors go into; None for the one that its config.json names.
         trust_pickle, trust_remote_code: Run code that comes with the model, as the user says it is safe.
+        random_weights: Run a model some of whose weights are in none of its files, and are made at random. Otherwise it opens
+            without a forward pass.
         download: Fetch a model that is not in the local cache.
         reference_bytes: How many bytes of outputs are kept for the next measurement; None for a quarter of the memory that is free,
             2 GiB at most.
@@ -85,6 +87,7 @@ class Options:
     weights: Path | None = None
     architecture: str | None = None
     trust_pickle: bool = False
+    random_weights: bool = False
     download: bool = False
     trust_remote_code: bool = False
     reference_bytes: int | None = None

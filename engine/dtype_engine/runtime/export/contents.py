@@ -16,6 +16,7 @@ from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 
@@ -142,6 +143,10 @@ class Contents:
     """Names of the source for the very tensor of another name, which is written once, under that other name."""
     settings: RunSettings = field(default_factory=RunSettings)
     """How the candidate was run; where its activations were quantised, the export says so."""
+    coverage: Coverage | None = None
+    """How many tensors of the model, or of the index, the source has; None where neither is known."""
+    incomplete: tuple[str, ...] = ()
+    """What the source lacks, a sentence each."""
 
     @property
     def nbytes(self) -> int:

@@ -41,18 +41,25 @@ def export(
     cancelled: IsCancelled = never,
     force: bool = False,
     lost: Sequence[ValueLoss] | None = None,
+    incomplete: bool = False,
 ) -> ExportReport:
     """Write an export to a new folder, streamed: memory never holds more than one tensor, and of plain casts only a block.
 
     `max_shard_size`: bytes, or as in "5GB". `on_bytes(done, total)`: bytes written, and all there will be. Until all is
     written the folder does not exist. `force`: an export of that name is replaced when all is written, but never the source.
-    `lost`: the weights whose cast loses values, where that is known; else it is counted while they are written. Raises UserError
-    (too little space, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
+    `lost`: the weights whose cast loses values, where that is known; else it is counted while they are written. `incomplete`:
+    export a source that lacks tensors as well. Raises UserError (a source that lacks tensors, too little space, a folder that holds
+    something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
     target = check_folder(folder, force, contents.files)
     refuse_uncalibrated(contents)
+    if contents.incomplete and not incomplete:
+        share = f"{contents.coverage}: " if contents.coverage is not None else ""
+        raise UserError(
+            f"{contents.title} is incomplete: {share}{'; '.join(contents.incomplete)}; --incomplete exports what is there"
+        )
     configs = changed_configs(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
@@ -62,7 +69,7 @@ def export(
     sums = by_dtype(contents)
     # The source is checked once more before the export has its name.
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
-        notices = contents.notices
+        notices = (*contents.notices, *contents.incomplete)
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
             notices += copy_sidecars(contents.folder, stage)
         for part in layout.parts:
@@ -101,6 +108,7 @@ def export(
         seconds=time.perf_counter() - started,
         notices=notices + ((notice,) if (notice := loss_notice(losses)) else ()),
         lost=losses,
+        coverage=contents.coverage,
     )
 
 

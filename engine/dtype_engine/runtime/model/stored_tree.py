@@ -20,6 +20,8 @@ from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 
+NOT_USED = "not used by"
+"""How the reason begins that a tensor of the files without a place in the module is never cast."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
 """What follows the module that holds experts: transformers packs them in `experts`, MLX in `switch_mlp`."""
 
@@ -96,7 +98,7 @@ def unused(
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
-            header, uncastable_reason=header.uncastable_reason or f"not used by {title}: it stays as it is stored"
+            header, uncastable_reason=header.uncastable_reason or f"{NOT_USED} {title}: it stays as it is stored"
         )
         for name, header in headers.items()
         if name not in placements and name not in taken
@@ -141,5 +143,5 @@ def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo
         info
         for info in infos
         if not info.made_on_load
-        or not (info.name.rpartition(".")[0] in parts or _EXPERTS.sub("", info.name) in of_experts)
+        or not (parts & {info.name, info.name.rpartition(".")[0]} or _EXPERTS.sub("", info.name) in of_experts)
     ]

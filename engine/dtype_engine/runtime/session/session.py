@@ -347,6 +347,7 @@ class Session:
         on_bytes: OnCast = ignore,
         cancelled: IsCancelled = never,
         force: bool = False,
+        incomplete: bool = False,
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the recipe in force; the source is not changed.
 
@@ -359,12 +360,13 @@ class Session:
             on_bytes: Called with the bytes written and all there are.
             cancelled: Asked between pieces; nothing is left behind then.
             force: Replace a folder that holds something, when all is written.
+            incomplete: Export what is there of a checkpoint that lacks tensors.
 
         Returns:
             What was written, in bytes and seconds.
 
         Raises:
-            UserError: The folder can't be written, holds something, or there is no room.
+            UserError: The folder can't be written, holds something, or there is no room; or the checkpoint lacks tensors.
             NoForward: Inputs have to be run, and can't be.
             Cancelled: `cancelled()` was true.
 
@@ -375,7 +377,8 @@ class Session:
         from dtype_engine.runtime.export import export
 
         contents = self.export_contents(cancelled)
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
+        lost = self.lost_values(cancelled)
+        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:

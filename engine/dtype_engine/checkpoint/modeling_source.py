@@ -1,0 +1,59 @@
+"""What the source text of an architecture in transformers declares, read without importing it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+from collections.abc import Collection, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dtype_engine.results.coverage import common_prefix
+
+_PREFIX = re.compile(r"^    base_model_prefix = [\"']([\w.]*)[\"']", re.MULTILINE)
+_KEPT = re.compile(r"^    _keep_in_fp32_modules(?:_strict)? = (\[[^\]]*\]|\{[^}]*\})", re.MULTILINE)
+
+
+@cache
+def _source(model_type: str) -> str:
+    """The text of the modeling files of an architecture; "" where this transformers has none, or is not installed."""
+    if not model_type.replace("-", "_").isidentifier():
+        return ""
+    spec = importlib.util.find_spec("transformers")
+    text = ""
+    for place in (spec.submodule_search_locations or ()) if spec is not None else ():
+        folder = Path(place) / "models" / model_type.replace("-", "_")
+        for file in sorted(folder.glob("modeling_*.py")):
+            text += file.read_text(encoding="utf-8", errors="replace")
+    return text
+
+
+def _model_type(config: Mapping[str, Any] | None) -> str:
+    model_type = (config or {}).get("model_type")
+    return model_type if isinstance(model_type, str) else ""
+
+
+def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """The parts of names whose tensors the architecture keeps in float32 (`_keep_in_fp32_modules`); () where it declares none."""
+    found: dict[str, None] = {}
+    for literal in _KEPT.findall(_source(_model_type(config))):
+        try:
+            found |= dict.fromkeys(word for word in ast.literal_eval(literal) if isinstance(word, str))
+        except (ValueError, SyntaxError):
+            continue
+    return tuple(found)
+
+
+def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
+    """What stands before all names of a checkpoint and not before those of its architecture, as in `language_model.`; "" where
+    nothing does, or the architecture is not known.
+
+    Its own prefix has to follow in most of the names: loaders add and drop that one, and no other.
+    """
+    known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
+    prefix = common_prefix(list(names))
+    if not known or not prefix or prefix in known:
+        return ""
+    return prefix if 2 * sum(name.startswith(known, len(prefix)) for name in names) > len(names) else ""
