@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,17 @@ from typing import Any
 from dtype_engine.results.coverage import common_prefix
 
 _PREFIX = re.compile(r"^    base_model_prefix = [\"']([\w.]*)[\"']", re.MULTILINE)
-_KEPT = re.compile(r"^    _keep_in_fp32_modules(?:_strict)? = (\[[^\]]*\]|\{[^}]*\})", re.MULTILINE)
+_KEPT = re.compile(r"^    _keep_in_fp32_modules(_strict)? = (\[[^\]]*\]|\{[^}]*\})", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class KeptInFloat32:
+    """Parts of names whose tensors an architecture keeps in float32."""
+
+    always: frozenset[str] = frozenset()
+    """When it is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
+    in_float16: frozenset[str] = frozenset()
+    """When it is loaded in float16 (`_keep_in_fp32_modules`)."""
 
 
 @cache
@@ -35,15 +46,15 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
     return model_type if isinstance(model_type, str) else ""
 
 
-def kept_in_float32(config: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """The parts of names whose tensors the architecture keeps in float32 (`_keep_in_fp32_modules`); () where it declares none."""
-    found: dict[str, None] = {}
-    for literal in _KEPT.findall(_source(_model_type(config))):
+def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
+    """What the classes of the architecture declare, all together; nothing where it is not known."""
+    found: dict[bool, set[str]] = {True: set(), False: set()}
+    for strict, literal in _KEPT.findall(_source(_model_type(config))):
         try:
-            found |= dict.fromkeys(word for word in ast.literal_eval(literal) if isinstance(word, str))
+            found[bool(strict)].update(word for word in ast.literal_eval(literal) if isinstance(word, str))
         except (ValueError, SyntaxError):
             continue
-    return tuple(found)
+    return KeptInFloat32(frozenset(found[True]), frozenset(found[False]))
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:

@@ -104,7 +104,7 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
         values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)
         return prod(codes.shape[:-1]) * values
-    schemes = _schemes(config)
+    schemes = integer_schemes(config)
     fitting = {
         bits
         for bits, group in schemes
@@ -114,7 +114,7 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
     return prod(codes.shape) * width // fitting.pop() if len(fitting) == 1 else "unknown"
 
 
-def _schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
+def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
     """The widths and group sizes of packed integers by the groups of `quantization_config`."""
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None

@@ -73,14 +73,24 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """How many tensors of a module the files have, by the tree of both. A weight that its class says may be left out is found."""
-    spared = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_missing", None) or ()]
+    """How many tensors of a module the files have, by the tree of both. What its class says may be missing or left over is not
+    counted as such.
+    """
+    spared, left_over = (
+        [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
+        for kind in ("missing", "unexpected")
+    )
     missing = [
         tensor.name
         for tensor in tree.tensors.values()
         if tensor.made_on_load and tensor.kind == "parameter" and not any(each.search(tensor.name) for each in spared)
     ]
-    unused = [tensor.name for tensor in tree.tensors.values() if (tensor.uncastable_reason or "").startswith(NOT_USED)]
+    unused = [
+        tensor.name
+        for tensor in tree.tensors.values()
+        if (tensor.uncastable_reason or "").startswith(NOT_USED)
+        and not any(each.search(tensor.name) for each in left_over)
+    ]
     expected = sum(info.persistent for info in collect_tensors(module)[0])
     return Coverage(expected, tuple(missing), tuple(unused))
 
