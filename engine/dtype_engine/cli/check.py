@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
@@ -39,7 +37,6 @@ def check(
 
     Exit status 1 when anything is found.
     """
-    from dtype_engine.checkpoint.check import architecture_findings
     from dtype_engine.checkpoint.check import check as look
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.gc_pause import gc_paused
@@ -62,17 +59,9 @@ def check(
         title = other.title if other is not None else ""
         report = look(checkpoint, source.title, of_source, title, values, on_progress)
     if modules if modules is not None else len(checkpoint.tensors) <= _MOST_TENSORS:
-        from dtype_engine.runtime.model.describe import describe
+        from dtype_engine.runtime.model.check_architecture import with_architecture
 
-        known = describe(source, request.options, checkpoint)
-        if known.coverage is None:
-            said = (*report.unchecked, "the architecture: it is not known here, or the module could not be made")
-            report = dataclasses.replace(report, unchecked=said)
-        else:
-            named = {finding.tensor for finding in report.findings}
-            more = architecture_findings(known.coverage, known.class_name)
-            found = (*report.findings, *(finding for finding in more if finding.tensor not in named))
-            report = dataclasses.replace(report, findings=found, coverage=known.coverage)
+        report = with_architecture(report, source, request.options, checkpoint)
     say("")
     from dtype_engine.reports.text_check import check_sarif, check_text
 

@@ -18,6 +18,7 @@ import msgspec
 
 # What annotations of messages name by `dtype_engine.results.…`: msgspec looks it up when a decoder is made.
 import dtype_engine.results.attribution
+import dtype_engine.results.check
 import dtype_engine.results.drift
 import dtype_engine.results.inputs
 import dtype_engine.results.losses

@@ -41,6 +41,7 @@ class Command:
         return " ".join((self.name, *words))
 
 
+CHECK = "Check the model's files: parts, scales, dtypes, what is missing"
 WITH_ARGUMENTS = (
     Command("cast", "cast_as", ("pattern", "dtype"), "Cast what a pattern takes"),
     Command("filter", "filter_by", ("text",), "Show only names with this in them; alone: show all", 0),
@@ -52,9 +53,10 @@ WITH_ARGUMENTS = (
     Command("recipe", "save_recipe_to", ("file",), "Write the rules, and what was measured"),
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
     Command("preset", "use_preset", ("preset",), "Put a preset in force, in place of all rules"),
+    Command("check", "check_files", (), CHECK),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""Commands that take words after them, beside those that are a key's action."""
+"""Commands that no key does: most take words after them."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
