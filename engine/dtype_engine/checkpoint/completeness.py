@@ -39,7 +39,7 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """How much of what the index and the folder have was found in the files of the index."""
+        """How many tensors the files of the index have, of all that the index names and that files left out of it have."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)

@@ -22,9 +22,9 @@ class KeptInFloat32:
     """Parts of names whose tensors an architecture keeps in float32."""
 
     always: frozenset[str] = frozenset()
-    """When it is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
+    """Parts that stay in float32 in a model that is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
     in_float16: frozenset[str] = frozenset()
-    """When it is loaded in float16 (`_keep_in_fp32_modules`)."""
+    """Parts that stay in float32 in a model that is loaded in float16 (`_keep_in_fp32_modules`)."""
 
 
 @cache

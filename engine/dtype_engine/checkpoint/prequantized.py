@@ -18,25 +18,27 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 SCALED_KEY = "dtype_engine.scaled."
-"""In an exported file's metadata: this and a tensor's name, for its storage-only dtype."""
+"""This prefix and the name of a tensor are a key in the metadata of an exported file. Its value is the storage-only dtype."""
 SHAPE_KEY = "dtype_engine.shape."
-"""In an exported file's metadata: this and the name of a tensor whose codes are packed, for its shape, as in `16,128`."""
+"""This prefix and the name of a tensor whose codes are packed are a key in the metadata of an exported file. Its value is the
+shape, as in `16,128`."""
 OWN_SUFFIX = "_quantized"
-"""`weight_quantized` is a scaled `weight` that compressed-tensors can't express. Under its own name, other loaders would take
-the numbers for values without a word."""
+"""`weight_quantized` holds the codes of a `weight` that compressed-tensors can't express. Under the name `weight`, other loaders
+would take the codes for values without an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its shape, and its tensors in the file by
-    suffix, in the order of `core.block_formats.parts`: codes, scales, and what else a format has. input_scale: what NVFP4 has for
-    the inputs of its layer, where the file has it.
-    """
+    """A storage-only weight of an exported checkpoint."""
 
     dtype: str
+    """A name of `core.dtypes`, with `@tensor` where it applies."""
     shape: tuple[int, ...]
+    """The shape of the weight, which its codes do not have where they are packed."""
     parts: Mapping[str, CheckpointTensor]
+    """Its tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and further parts."""
     input_scale: CheckpointTensor | None = None
+    """The scale that NVFP4 has for the inputs of the layer; None where the file has none."""
 
     @property
     def data(self) -> CheckpointTensor:
@@ -45,16 +47,16 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
-        """All that belongs to it in the file."""
+        """All of its tensors in the file."""
         return (*self.parts.values(), *([] if self.input_scale is None else [self.input_scale]))
 
 
 def read_quantized(
     path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]
 ) -> dict[str, QuantizedWeight]:
-    """The weights that an export of this program stored with scales, by the name that the model has for them.
+    """The weights that an export of this program stored with scales, under the names that the model gives them.
 
-    Raises UserError where the file's own account of them does not agree with its tensors.
+    Raises UserError where the metadata of the file does not agree with its tensors.
     """
     weights: dict[str, QuantizedWeight] = {}
     for key, dtype in metadata.items():
@@ -73,7 +75,7 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """One weight, None where its tensors are not what its dtype has."""
+    """One weight; None where its tensors are not those that its dtype has."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -98,13 +100,13 @@ def _read_weight(
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
-    """A shape in the metadata; () for what is none."""
+    """The shape in an entry of the metadata; () for an entry that is not a shape."""
     words = (text or "").split(",")
     return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """The names that a weight's codes may have in a file: as other programs read them, and of our own."""
+    """The names that the codes of a weight may have: that which other programs read, and that of this program's own layout."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
@@ -116,7 +118,7 @@ def input_scale_name(name: str) -> str:
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """What a weight of `shape` in a storage dtype is made of in a file."""
+    """The tensors in a file that a weight of `shape` in a storage dtype consists of."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

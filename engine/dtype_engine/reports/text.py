@@ -85,7 +85,16 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
             kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
             count = "" if kind else "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters)
             rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
-    return "\n".join(table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3)))
+    lines = table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3))
+    unknown = [tensor for tensor in tree.tensors.values() if tensor.meant == "unknown"]
+    if unknown:
+        elements = human_count(sum(tensor.numel for tensor in unknown))
+        count = plural(len(unknown), "tensor")
+        lines.append(
+            f"> leaves out {count} of packed codes, whose packing is not known: {elements} stored elements, first "
+            f"{printable(unknown[0].name)}"
+        )
+    return "\n".join(lines)
 
 
 def generation_text(text: Generation) -> str:

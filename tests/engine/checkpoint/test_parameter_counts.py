@@ -213,5 +213,7 @@ def test_words_that_nothing_explains_are_of_unknown_number(tmp_path: Path, capsy
     assert found["parameters"] is None
     assert {row["name"]: row["parameters"] for row in found["modules"]} == {"": None, "a": None}
     assert run(cli, "dtype-engine", ["inspect", str(tmp_path / "x.safetensors")]) == 0
-    assert "unknown" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "unknown" in said
+    assert said.splitlines()[-1].endswith("whose packing is not known: 16 stored elements, first a.weight_packed")
     assert open_checkpoint(tmp_path / "x.safetensors").tree().totals()[""].parameters == 3

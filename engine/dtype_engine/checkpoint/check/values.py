@@ -49,7 +49,7 @@ def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
 
 
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
-    """Count the scales of a tensor that are NaN, infinite, zero or negative; None where its bytes lie in no file as they are.
+    """Count the scales of a tensor that are NaN, infinite, zero or negative; None for a tensor whose bytes can't be read as values.
 
     exponents: bytes are exponents of two (E8M0), of which 255 is NaN.
     """
@@ -95,7 +95,8 @@ def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
 
 
 def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
-    """How many values of a tensor are not finite, and whether all its values are one; None where its bytes are not read so.
+    """How many values of a tensor are not finite, and whether all of them are equal; None for a tensor whose bytes can't be read as
+    values.
 
     on_bytes: called with the bytes of each piece.
     """
@@ -119,7 +120,7 @@ def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -
 
 
 def same_bytes(one: CheckpointTensor, other: CheckpointTensor) -> bool | None:
-    """Whether two tensors are the same: dtype, shape and every bit; None where their bytes are not read so."""
+    """Whether two tensors are the same: dtype, shape and every bit; None where their bytes can't be read."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     if one.bytes is None or other.bytes is None:

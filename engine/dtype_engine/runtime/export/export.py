@@ -58,7 +58,8 @@ def export(
     if contents.incomplete and not incomplete:
         share = f"{contents.coverage}: " if contents.coverage is not None else ""
         raise UserError(
-            f"{contents.title} is incomplete: {share}{'; '.join(contents.incomplete)}; --incomplete exports what is there"
+            f"{contents.title} is incomplete: {share}{'; '.join(contents.incomplete)}; --incomplete (in Python: incomplete=True) "
+            "exports what is there"
         )
     configs = changed_configs(contents)
     layout = contents.layout
