@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 
@@ -14,6 +15,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.check import CheckReport, Finding
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import ImplicitCastStats, ModuleDrift
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
@@ -569,6 +572,25 @@ async def test_generated_text_stands_side_by_side_with_the_first_difference_mark
         assert "\x1b[2J" not in text
         await pilot.press("escape")
         assert not isinstance(app.screen, Overlay)
+
+
+async def test_a_check_has_a_screen_of_its_own(app: DtypeApp) -> None:
+    async with running(app, SMALL) as pilot:
+        app.main.action_check_files()
+        await pilot.pause()
+        assert engine(app).commands[-1] == "check"
+        finding = Finding(
+            "missing-part", "model.layers.0.mlp.up_proj.weight", "holds codes and has no scale", "m.safetensors"
+        )
+        report = CheckReport("demo", 56, 1, 3, None, 0.1, (finding,), ("values",), coverage=Coverage(56))
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, ready(app), events.FilesChecked(recipe, report))
+        text = screen(app)
+        for words in ("1 finding.", "56 of 56 tensors found", "holds codes and has no scale", "unslothai/unsloth#6200"):
+            assert words in text
+        await pilot.press("escape")
+        await say(app, pilot, events.FilesChecked(recipe, dataclasses.replace(report, findings=())))
+        assert "Nothing was found." in screen(app)
 
 
 async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:

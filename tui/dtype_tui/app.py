@@ -26,6 +26,7 @@ from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.main_screen import MainScreen
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.state.commands import CHECK
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
@@ -183,6 +184,7 @@ class DtypeApp(BaseApp[None]):
             if isinstance(binding, Binding) and binding.action not in ("app.quit", "help", "app.command_palette"):
                 keys = on_keyboard(keys_of(binding, self.launch.config.keys))
                 yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
+        yield SystemCommand(CHECK, "command :check", self._runner("check_files"))
         yield from super().get_system_commands(screen)
 
     def _runner(self, action: str) -> Callable[[], object]:

@@ -23,7 +23,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import MeasureSpeed, TraceCasts
+from dtype_engine.worker.commands import CheckFiles, MeasureSpeed, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
@@ -274,6 +274,9 @@ class MainScreen(Screen[None]):
 
     def action_speed(self) -> None:
         self._awaited.ask(MeasureSpeed())
+
+    def action_check_files(self) -> None:
+        self._awaited.ask(CheckFiles())
 
     def action_causes(self) -> None:
         self._windows.causes()

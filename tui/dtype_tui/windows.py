@@ -38,6 +38,10 @@ class Windows:
                 from dtype_tui.screens.flow import flow_screen
 
                 self._push(flow_screen(event.casts, width))
+            case events.FilesChecked():
+                from dtype_tui.screens.check import check_screen
+
+                self._push(check_screen(event.report, width))
             case events.WeightInspected():
                 from dtype_tui.screens.weight_values import weight_screen
 

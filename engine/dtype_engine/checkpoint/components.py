@@ -29,29 +29,27 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One folder of a pipeline that has weights: where they are, and what their files say beside them.
-
-    stem: what its library names a file of weights, without `.safetensors`. pickled: its weights are pickles, so their tensors
-    are not among the pipeline's.
-    """
+    """One folder with weights of a pipeline."""
 
     name: str
     folder: Path
     files: tuple[Path, ...]
     stem: str
+    """The name that its library gives to a file of weights, without `.safetensors`."""
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False
+    """Whether its weights are pickles. Their tensors are then not among those of the pipeline."""
     identities: tuple[FileIdentity, ...] = ()
 
     @property
     def prefix(self) -> str:
-        """What its tensors' names begin with among those of the whole pipeline."""
+        """The beginning of its tensors' names in the whole pipeline."""
         return f"{self.name}."
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """The components that an index names, those without a class (an optional one that was left out) not among them."""
+    """The components that an index names. An optional component that was left out has no class there, and is not among them."""
     return tuple(
         name
         for name, named in index.items()
@@ -60,9 +58,10 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """The components with weights, in the index's order, and the tensors of those that are no pickles, by `unet.conv.weight`.
+    """The components with weights in the order of the index, and the tensors of all that are not pickles, under names such as
+    `unet.conv.weight`.
 
-    Raises UserError for a component whose files are damaged, or that lies elsewhere.
+    Raises UserError for a component whose files are damaged, or that lies outside the folder.
     """
     components: list[Component] = []
     tensors: dict[str, Any] = {}
@@ -86,7 +85,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """What a user should know of how a pipeline was read."""
+    """What a user should know about the components that were read, a sentence each."""
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

@@ -1,4 +1,4 @@
-"""What could be opened from here: checkpoints in a folder, and models in the Hugging Face cache."""
+"""The models that a user could open: checkpoints in a folder, and models in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ _MOST = 200
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """Something that `locate` opens. `place` says where it was found; `nbytes` is of its weight files, None if not known."""
+    """A model that `locate` would open."""
 
     model: str
+    """The text that `locate` takes."""
     place: str
+    """Where it was found, in words."""
     nbytes: int | None
+    """Bytes of its weight files; None where they are not known."""
     modified: float
     """Seconds since 1970."""
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """The folder itself where it is a checkpoint, else those in it; then those of the cache; each kind with the newest first."""
+    """The folder itself where it is a checkpoint, otherwise the checkpoints in it, then the models of the cache. The newest of each
+    kind comes first.
+    """
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
 
 
@@ -79,7 +84,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, float]:
-    """Bytes, and when it was written; 0 for both where that can't be known."""
+    """Bytes, and the time of writing in seconds since 1970; 0 for both where the file can't be examined."""
     try:
         status = entry.stat()
     except OSError:

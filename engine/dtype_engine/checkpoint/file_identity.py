@@ -1,7 +1,7 @@
-"""Whether a file is still the one that was opened: what is read of it later would otherwise be of two files, or of none.
+"""Whether a file is still the one that was opened. Otherwise a later read would mix two files, or find none.
 
-Weights are mapped, so they are read long after their headers were. A file that another program replaced, wrote to or cut short
-in between is told by what the system says of it: its place, size and time of change.
+Weights are mapped, so they are read long after their headers. The device, inode, size and time of change that the system
+reports show whether another program replaced, changed or truncated the file in between.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
-        """The file that `path` names now, links followed. Raises UserError where there is none."""
+        """The file that `path` names now, after following links. Raises UserError where there is no such file."""
         with reading(printable(str(path), 500)):
             status = os.stat(path)
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """What happened to the file since, as the end of a sentence; None where it is the same."""
+        """What happened to the file since it was opened, as the end of a sentence; None where it is the same."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -62,9 +62,9 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """Refuse a block that reads these files, and all that it read of them, if one is not what was opened.
+    """Check these files before and after the block, which reads them.
 
-    Raises UserError that names the file and says how it changed.
+    Raises UserError that names a changed file and says how it changed, also in place of an error that the block raised.
     """
     refuse_changed(files)
     try:
@@ -78,13 +78,13 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Looks at files while they are read, ten times a second at most."""
+    """Checks files while they are read, ten times a second at most."""
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)
         self._throttle = Throttle()
 
     def look(self) -> None:
-        """Raises UserError that names a file that is not what was opened any more."""
+        """Raise UserError that names the first file which has changed since it was opened."""
         if self._throttle.due():
             refuse_changed(self._files)

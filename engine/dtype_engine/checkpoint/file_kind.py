@@ -1,4 +1,4 @@
-"""What a file of weights is: by its name, or by its first bytes where the name does not say (`net.pth.tar`, a file of a cache)."""
+"""The kind of a file of weights: by its name, or by its first bytes where the name does not say (`net.pth.tar`, cached files)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEGACY_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """The kind of a file; None for one of another kind, and for what is no plain file or can't be read."""
+    """The kind of a file; None for a file of another kind, for what is not a plain file, and for what can't be read."""
     suffix = path.suffix
     if suffix == ".safetensors":
         return "safetensors"

@@ -1,7 +1,7 @@
-"""Checkpoints in all the forms that people have on disk: which files they are made of, and what their headers say.
+"""Opens a checkpoint in any form that people have on disk: finds its files, and reads their headers.
 
-A folder is, in this order: a diffusers pipeline (`model_index.json`), a PEFT adapter (`adapter_config.json`), a Hugging Face
-model (safetensors before pickles, one file or shards with an index), or whatever single checkpoint lies in it.
+A folder is taken, in this order, for a diffusers pipeline (`model_index.json`), a PEFT adapter (`adapter_config.json`), a Hugging
+Face model (safetensors before pickles, one file or shards with an index), or the single checkpoint in it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
+from dtype_engine.checkpoint.completeness import compare_index
 from dtype_engine.checkpoint.components import (
     PIPELINE_INDEX,
     pipeline_notices,
@@ -29,6 +30,8 @@ from dtype_engine.checkpoint.weight_files import (
     INDEX,
     SINGLE,
     find_weight_files,
+    index_of,
+    read_index,
     read_json,
     read_shards,
     resolve_inside,
@@ -40,15 +43,15 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""What PEFT writes beside an adapter's weights."""
+"""The file that PEFT writes next to the weights of an adapter."""
 _LONG_HEADERS = 1_000_000
 
 
 def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint folder or file.
 
-    Of safetensors and GGUF files nothing but headers is read, of pickles nothing that could run code; they need torch.
-    Raises UserError: what is wrong, in which file.
+    Only the headers of safetensors and GGUF files are read. Pickles need torch, and are read in a way that runs no code. Raises
+    UserError, which says what is wrong in which file.
     """
     with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
@@ -57,7 +60,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
 
 
 def needs_torch(path: Path) -> bool:
-    """Whether the names in a checkpoint can only be read with torch: it is a pickle."""
+    """Whether the names in a checkpoint can only be read with torch, since it is a pickle."""
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return False
     if path.is_dir():
@@ -70,8 +73,8 @@ def needs_torch(path: Path) -> bool:
 
 
 def peek_first_shard(path: Path) -> Tree | None:
-    """The tree of a large checkpoint's first shard, for a screen that can't wait for all the headers; None where all of
-    them are read as quickly.
+    """The tree of a large checkpoint's first shard, for a screen that can't wait for all headers; None for a small checkpoint,
+    whose headers are read at once.
     """
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
@@ -113,7 +116,13 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     identities = tuple(map(FileIdentity.of, files))
     tensors, metadata = read_shards(folder, files)
     variant = variant_of(files[0].name)
-    notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
+    notices: tuple[str, ...] = ()
+    if variant:
+        notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",)
+    index = None
+    if (named := index_of(folder)) is not None:
+        index = compare_index(folder, read_index(named), tensors, files)
+        notices += index.sentences
     checkpoint = Checkpoint(
         folder,
         files,
@@ -123,12 +132,13 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         notices=notices,
         identities=identities,
         aliases=_aliases(tensors, metadata),
+        index=index,
     )
     return _as_adapter(checkpoint) if adapter else checkpoint
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint as a PEFT adapter: its tensors belong into those of another model."""
+    """The same checkpoint as a PEFT adapter, whose tensors belong to the weights of another model."""
     base = str(read_json(checkpoint.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
     return dataclasses.replace(
@@ -137,9 +147,9 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The names that a file has in its metadata alone, and the tensor's that each of them stands for.
+    """The names of tied weights that only the metadata of a file has, each with the name of its tensor.
 
-    safetensors' `save_model` writes a tied weight once, and into the metadata each name that it left out and the one it kept.
+    safetensors' `save_model` writes a tied weight once. The metadata maps each name that it left out to the name that it kept.
     """
     return {
         name: kept
@@ -161,7 +171,7 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
-    """A diffusers folder: the components that have weights are the top of the tree."""
+    """Open a diffusers folder. The components with weights are the top of the tree."""
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
     if not tensors:

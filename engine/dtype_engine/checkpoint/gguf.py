@@ -1,4 +1,4 @@
-"""GGUF: names, shapes and types from the header; what its types are, the `gguf` package knows."""
+"""The tensors of a GGUF file: names, shapes and types from its header. The `gguf` package defines the types."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
     """The tensors of a GGUF file by name. Raises UserError with the file and the reason.
 
-    Types that only GGUF has (blocks of Q4_K, IQ2_XS, ...) keep their own name, in lower case. Those that the gguf package can
-    dequantize have float32 values, which may be cast; of the others only the bytes are known.
+    Types that only GGUF has (blocks of Q4_K, IQ2_XS, ...) keep their own name, in lower case. Where the gguf package can
+    dequantize a type, its tensors have float32 values, which may be cast. Tensors of the other types are bytes only.
     """
     header = read_gguf_header(path)
     size = os.path.getsize(path)
@@ -40,7 +40,7 @@ def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
 def _specification(
     path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int, dequantized: dict[str, bool]
 ) -> CheckpointTensor:
-    """What a tensor is. Raises UserError for a type that is not known, and for bytes that are not in the file."""
+    """The header of one tensor. Raises UserError for an unknown type, and for bytes that lie outside the file."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -72,7 +72,7 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Whether the gguf package has a dequantizer for a type: found out with a block of it, and kept in `known`."""
+    """Whether the gguf package can dequantize a type. The answer comes from a trial with one block, and is kept in `known`."""
     if kind.name not in known:
         import numpy
         from gguf.quants import dequantize
@@ -88,7 +88,7 @@ def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
 
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Refuse tensors that share bytes. Holes are allowed: each tensor begins at a multiple of the file's alignment."""
+    """Raise UserError for tensors that share bytes. Gaps are allowed, since tensors begin at multiples of the file's alignment."""
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
         if tensor.nbytes and (tensor.start or 0) < end:

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, read without believing it: every length and count is held against the bytes that are left.
+"""The header of a GGUF file, which is untrusted: every length and count is compared with the bytes that are left.
 
-The `gguf` package's own reader makes an array of every element of every list, for as many as a file claims: 260 bytes of a
-file could take all the memory, and the vocabulary of a real one takes seconds. The format is described in ggml's docs/gguf.md.
+The `gguf` package's own reader creates an array for every element of every list, as many as a file claims. A file of 260 bytes
+could exhaust the memory, and the vocabulary of a real one takes seconds. ggml's docs/gguf.md describes the format.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GGUFTensor:
 
 @dataclass(slots=True)
 class GGUFHeader:
-    """What a header says of the tensors. `swapped`: its numbers have the other byte order than this machine's."""
+    """The tensors that a header describes. `swapped`: the byte order of its numbers is not that of this machine."""
 
     swapped: bool = False
     alignment: int = 32
@@ -50,7 +50,7 @@ class GGUFHeader:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Raises UserError with the file and what is wrong with it."""
+    """Read the header of a GGUF file. Raises UserError with the file and what is wrong with it."""
     with reading(path), open_regular(path) as file:
         return _Reader(path, file).header()
 
@@ -121,7 +121,7 @@ class _Reader:
         return name, tuple(reversed(extents)), kind, start
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
-        """Past a value of a type. depth: in how many lists it is."""
+        """Skip a value of a type. depth: the number of lists around it."""
         if kind in _WIDTHS:
             self.skip(_WIDTHS[kind])
             return
@@ -149,7 +149,7 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Past so many texts: most of a header are those of its vocabulary."""
+        """Skip this many texts. Most of a header are the texts of its vocabulary."""
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Whether a checkpoint has room in this machine's memory, found out before torch is imported."""
+"""Whether a checkpoint fits into the memory of this machine. The answer needs no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dtype_engine.core.units import human_bytes
 
 
 def shortfall(checkpoint: Checkpoint) -> str | None:
-    """Why a checkpoint can't be loaded for want of memory, in a sentence; None when there is room.
+    """A sentence that says why a checkpoint does not fit into memory; None where it fits.
 
-    Weights are mapped from their files, so what counts is all the memory there is, not what is free now: with less, every
-    pass would read the whole checkpoint from the disk again.
+    Weights are mapped from their files, so the limit is the memory of the machine and not what is free now. With less memory than
+    that, every pass would read the whole checkpoint from the disk again.
     """
     most = total_memory()
     if checkpoint.stored_bytes <= most:
@@ -26,7 +26,7 @@ def shortfall(checkpoint: Checkpoint) -> str | None:
 
 
 def total_memory() -> int:
-    """Bytes of memory this process may use: the machine's, or its control group's limit."""
+    """The bytes of memory that this process may use: all of the machine's, or the limit of its control group."""
     most = int(psutil.virtual_memory().total)
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,8 +1,7 @@
-"""How many parameters the parts of an already quantised weight stand for, from names, shapes and the configuration.
+"""How many parameters the parts of an already quantised weight hold, from names, shapes and the configuration.
 
-Sources of the layouts: AutoGPTQ and AutoAWQ (`qweight` int32, 32 / bits values a word; `qzeros` packed alike along the outputs
-that `scales` has one by one), compressed-tensors (`weight_packed`, int32 words or uint8 pairs), bitsandbytes 4-bit (two values
-a byte), ModelOpt NVFP4 (`weight` uint8 beside `weight_scale_2`).
+Sources of the packings: those of the layouts in `packed_weights`. Where a configuration names several widths, that one counts
+whose groups of values agree with the scales.
 """
 
 from __future__ import annotations
@@ -11,59 +10,132 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, Literal
 
-from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.packed_weights import (
+    BNB_4BIT,
+    COMPRESSED,
+    DEEPSEEK_V4,
+    GPT_OSS,
+    GPTQ,
+    HQQ,
+    MLX,
+    SCALED,
+    TORCHAO,
+    PackedWeight,
+    Stored,
+    packed_weights,
+)
 
 Count = int | Literal["unknown"] | None
 """None: the elements of the tensor are parameters themselves."""
 
 
 def parameters_meant(
-    tensors: Mapping[str, CheckpointTensor], parts: Iterable[str], config: Mapping[str, Any] | None = None
+    tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """For every part of a quantised weight, how many parameters it stands for: 0 for scales, zero points and descriptions.
+    """For every part of a quantised weight, how many parameters it holds: 0 for scales, zero points and descriptions.
 
     parts: names among `tensors`, whose shapes are those of the files.
     """
-    bits = _bits(config)
-    return {name: _meant(name, tensors, bits) for name in parts}
+    counts: dict[str, Count] = dict.fromkeys(parts, 0)
+    for weight in packed_weights(tensors):
+        if weight.codes in counts:
+            counts[weight.codes] = _count(weight, tensors, config or {})
+    for name in counts:  # codes whose scales are missing
+        if name.endswith((".qweight", ".weight_packed", ".W_q")) and counts[name] == 0:
+            counts[name] = "unknown"
+    return counts
 
 
-def _meant(name: str, tensors: Mapping[str, CheckpointTensor], bits: int | None) -> Count:
-    module, _, local = name.rpartition(".")
-    prefix = f"{module}." if module else ""
-    tensor = tensors[name]
-    size = prod(tensor.shape)
-    if local == "qweight":
-        zeros, scales = tensors.get(f"{prefix}qzeros"), tensors.get(f"{prefix}scales")
-        if zeros is not None and scales is not None and zeros.shape[-1:] != (0,) and len(scales.shape) == 2:
-            return size * scales.shape[-1] // zeros.shape[-1]
-        return size * 32 // bits if bits else "unknown"
-    if local == "weight_packed":
-        if not bits:
-            return "unknown"
-        return size * (32 if tensor.dtype == "int32" else 8) // bits
-    if local != "weight":
-        return 0
-    if tensor.dtype == "uint8":
-        four_bits = f"{prefix}weight.absmax" in tensors or f"{prefix}weight_scale_2" in tensors
-        return 2 * size if four_bits else "unknown"
+def _count(weight: PackedWeight, tensors: Mapping[str, Stored], config: Mapping[str, Any]) -> Count:
+    layout, codes, scale = weight.layout, tensors[weight.codes], tensors[weight.scale]
+    size = prod(codes.shape)
+    if layout is GPTQ:
+        zeros = tensors.get(weight.part("qzeros"))
+        if zeros is not None and zeros.shape[-1:] != (0,) and len(scale.shape) == 2:
+            return size * scale.shape[-1] // zeros.shape[-1]  # both are packed alike, and scales are not packed
+        return _of_words(size, 32, _bits(config))
+    if layout is MLX:
+        return _of_mlx(weight, codes, scale, config)
+    if layout is COMPRESSED:
+        return _of_compressed(codes, scale, config)
+    if layout is HQQ:
+        return _of_words(size, 8 * (4 if codes.dtype.endswith("32") else 1), _bits(config))
+    if layout in (BNB_4BIT, GPT_OSS):
+        return 2 * size
+    if layout is TORCHAO:
+        return 2 * size if codes.dtype == "uint8" else None
+    if layout is DEEPSEEK_V4:
+        halves = codes.dtype == "int8" and 2 * _last(codes) == 32 * _last(scale)
+        return 2 * size if halves else None
+    if codes.dtype == "uint8":
+        in_pairs = weight.part("_scale_2") in tensors or (
+            layout is SCALED and len(scale.shape) == 2 and scale.shape[0] == 2 * codes.shape[0]
+        )
+        return 2 * size if in_pairs else "unknown"
     return None
 
 
-def _bits(config: Mapping[str, Any] | None) -> int | None:
-    """Bits of one value by `quantization_config`; None where it does not say, or says several."""
-    said = (config or {}).get("quantization_config")
-    if not isinstance(said, Mapping):
-        return None
-    if isinstance(said.get("bits"), int):
-        return int(said["bits"]) or None
-    groups = said.get("config_groups")
-    if not isinstance(groups, Mapping):
-        return None
-    widths = {
-        weights.get("num_bits")
-        for group in groups.values()
-        if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
+def _of_words(size: int, width: int, bits: int | None) -> Count:
+    return size * width // bits if bits else "unknown"
+
+
+def _last(tensor: Stored) -> int:
+    return tensor.shape[-1] if tensor.shape else 1
+
+
+def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
+    """The values of MLX's words. `quantization` has the bits and the group size of all modules, and those of some by name."""
+    declared = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(declared, Mapping):
+        return "unknown"
+    own = declared.get(weight.stem.rstrip("."))
+    named = own if isinstance(own, Mapping) else declared
+    bits, group = named.get("bits"), named.get("group_size")
+    if not isinstance(bits, int) or not isinstance(group, int) or bits < 1:
+        return "unknown"
+    if 32 * _last(codes) != bits * group * _last(scale):  # the configuration is not that of this weight
+        return "unknown"
+    return prod(codes.shape) * 32 // bits
+
+
+def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
+    """The values of compressed-tensors' words or bytes."""
+    width = 32 if codes.dtype.endswith("32") else 8
+    if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
+        values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)
+        return prod(codes.shape[:-1]) * values
+    schemes = integer_schemes(config)
+    fitting = {
+        bits
+        for bits, group in schemes
+        if group is None or group < 1 or -(-(_last(codes) * width // bits) // group) == _last(scale)
     }
-    only = next(iter(widths)) if len(widths) == 1 else None
-    return only if isinstance(only, int) and only > 0 else None
+    fitting = fitting if len(fitting) == 1 else {bits for bits, _ in schemes}
+    return prod(codes.shape) * width // fitting.pop() if len(fitting) == 1 else "unknown"
+
+
+def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
+    """The widths and group sizes of packed integers by the groups of `quantization_config`."""
+    declared = config.get("quantization_config")
+    groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
+    found = set()
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("type", "int") == "int":
+            bits, size = weights.get("num_bits"), weights.get("group_size")
+            if isinstance(bits, int) and 0 < bits <= 8:
+                found.add((bits, size if isinstance(size, int) else None))
+    return found
+
+
+def _bits(config: Mapping[str, Any]) -> int | None:
+    """Bits of one value by `quantization_config`; None where it does not name them."""
+    declared = config.get("quantization_config")
+    if not isinstance(declared, Mapping):
+        return None
+    bits = declared.get("bits")
+    if not isinstance(bits, int):
+        within = declared.get("quant_config")
+        params = within.get("weight_quant_params") if isinstance(within, Mapping) else None
+        bits = params.get("nbits") if isinstance(params, Mapping) else None
+    return bits if isinstance(bits, int) and bits > 0 else None

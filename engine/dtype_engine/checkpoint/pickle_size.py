@@ -1,5 +1,5 @@
-"""How much a pickle makes: one byte of it can make an object of sixty, so a small file could take all the memory. Never imports
-torch.
+"""A limit on the objects that a pickle creates. One byte of a pickle can create an object of sixty bytes, so a small file could
+exhaust the memory. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """`pickletools.genops`. Raises TooManyOpcodes, and whatever genops does for a damaged pickle."""
+    """The steps of a pickle, as `pickletools.genops` yields them. Raises TooManyOpcodes, and the errors of genops for damage."""
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes
@@ -36,9 +36,9 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 
 
 def check_legacy(path: Path) -> None:
-    """Raise UserError for a file of torch's old format (or any bare pickle) with too many steps; OSError.
+    """Check a file of torch's old format, or any bare pickle, for its number of steps.
 
-    Where it can't be followed, torch's own reader will say so.
+    Damage is left to torch's reader, which reports it. Raises UserError for too many steps, and OSError.
     """
     with open_regular(path) as file:
         for _ in range(_LEGACY_PICKLES):

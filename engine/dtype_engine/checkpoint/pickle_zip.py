@@ -1,8 +1,8 @@
-"""The zip archive that `torch.save` writes, checked before anything in it is believed.
+"""Checks of the zip archive that `torch.save` writes, before torch reads it.
 
 `data.pkl` names tensors and the storages that they are views of; each storage is a record `data/KEY` of raw bytes. torch maps
-the file and takes a storage's bytes from where its record begins, as many as the pickle claims: it asks neither whether the
-record is compressed nor how long it is. (torch/csrc/jit/serialization and torch/serialization.py have the format.)
+the file and takes as many bytes as the pickle claims from the beginning of the record. It checks neither whether the record
+is compressed nor how long it is. (torch/csrc/jit/serialization and torch/serialization.py define the format.)
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ _STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What a zip archive of torch is. `compressed`: it can't be mapped. `scripted`: it holds compiled code."""
+    """Two properties of a zip archive of torch: `compressed` archives can't be mapped, `scripted` ones hold compiled code."""
 
     compressed: bool
     scripted: bool
 
 
 def check_archive(path: Path, trust: bool) -> Archive:
-    """Look through the archive's directory and at what its pickle claims of the storages.
+    """Compare the directory of an archive with the storages that its pickle claims.
 
-    Raises UserError where a record is missing, shorter than its storage, there twice, packed so that torch can't read it, or
-    inflates to more than there is room for. With `trust`, a pickle of a kind that torch itself does not write is let through.
+    trust: accept a pickle of a kind that torch itself does not write. Raises UserError where a record is missing, shorter than its
+    storage, present twice, compressed in a way that torch can't read, or inflates to more bytes than the memory has room for.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -73,8 +73,9 @@ def check_archive(path: Path, trust: bool) -> Archive:
 
 
 def refuse_too_large(path: Path) -> None:
-    """Raise UserError for a zip archive whose compressed records inflate to more than there is room for, or claim to; OSError,
-    and what zipfile raises for a damaged one.
+    """Refuse a zip archive whose compressed records would not fit into memory.
+
+    Raises UserError for such an archive, OSError, and the errors of zipfile for a damaged archive.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -133,7 +134,7 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Refuse records that lie over each other: where the bytes of each begin is said in front of them, not in the directory."""
+    """Raise UserError for records that overlap. Where the bytes of one begin is in front of it, not in the directory."""
     end, before = 0, ""
     with open(path, "rb") as file:
         for record in sorted(records, key=lambda record: record.header_offset):
@@ -183,14 +184,14 @@ class _Global(str):
 
 
 _OTHER = object()
-"""Whatever else a pickle makes: it says nothing of storages."""
+"""Stands in for all other objects that a pickle creates, which say nothing about storages."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:
-    """How many bytes a pickle of torch claims of each storage, by key.
+    """The bytes that a pickle of torch claims for each storage, by the key of the storage.
 
-    Runs the pickle's opcodes on strings, numbers and names of classes alone: nothing is imported, called or made. Raises
-    ValueError for a reference to a storage that is not as torch writes it, and whatever pickletools raises for a damaged one.
+    The pickle's opcodes are run on strings, numbers and names of classes only: nothing is imported, called or created. Raises
+    ValueError for a reference to a storage that torch would not write, and the errors of pickletools for a damaged pickle.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -235,7 +236,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """What any other opcode takes from the stack and leaves on it."""
+    """Apply any other opcode to the stack: remove what it takes, and push what it leaves."""
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]
@@ -247,7 +248,7 @@ def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
 
 
 def _storage(reference: Any) -> tuple[str, int]:
-    """A storage's key and bytes, as its persistent id has them: ("storage", its class, key, place, elements)."""
+    """The key and the bytes of a storage, from its persistent id: ("storage", class, key, device, elements)."""
     if not isinstance(reference, tuple):
         raise ValueError("a storage is not named as torch does it")
     kind, made, key, _, elements = reference

@@ -1,4 +1,4 @@
-"""PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`), read so that nothing in them can run, unless the user trusts them."""
+"""PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`). Code in them runs only if the user trusts them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What pickles hold: specifications and tensors by name, both with every name. `aliases`: the further names of a tensor
-    that has several, and its first one. `notices`: what a user should know.
+    """The contents of pickles: headers and tensors, both under every name. `aliases` maps the further names of a tensor to its
+    first one. `notices` has what a user should know, a sentence each.
     """
 
     tensors: dict[str, CheckpointTensor]
@@ -56,7 +56,7 @@ class Pickled:
 
 
 def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """The tensors of one or several files, mapped where they can be. Raises UserError with the file and the reason."""
+    """The tensors of one or several files, mapped where possible. Raises UserError with the file and the reason."""
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -76,7 +76,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """What a tensor is. Those that safetensors has no place for keep their bytes and the reason."""
+    """The header of one tensor. A tensor that safetensors can't hold has its bytes, and the reason as its refusal."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -127,7 +127,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """What two names of one tensor have in common: storage, place in it, shape and strides. None where that is no sign."""
+    """Storage, offset, shape and strides, equal where two names belong to one tensor; None where equality proves nothing."""
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -139,7 +139,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """What the file holds; `trust` runs whatever code it asks for. Raises UserError."""
+    """The object in a file. `trust` lets the file run any code. Raises UserError."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
@@ -179,7 +179,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Code beside the user is found, as it is when `python` runs there: a pickle that is trusted names modules of its own."""
+    """Let imports find code in the current folder, as `python` does there: a trusted pickle names modules of its author."""
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -197,7 +197,7 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """What a pickle holds besides tensors, in a sentence."""
+    """A sentence that names what a pickle holds besides tensors."""
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in text:
@@ -215,9 +215,9 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The tensors by name, and notices: the entry they were nested under, and tensors that are not among them.
+    """The tensors by name, and notices about the entry that they were nested under and about tensors outside it.
 
-    Raises UserError when there are none, or two have the same name.
+    Raises UserError where there are no tensors, or two have the same name.
     """
     import torch
     from torch import nn
@@ -242,8 +242,8 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """The mapping with the most tensors in what was loaded, and where it is nested, as `model.state_dict`; "" for the top. One with
-    a name that weights are usually under ends the search.
+    """The mapping with the most tensors in the loaded object, and its place, such as `model.state_dict`; "" for the top. The search
+    ends at a mapping under a usual name.
     """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
@@ -260,7 +260,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """The mappings in mappings, and where they are; those with usual names first."""
+    """The nested mappings and their places. Mappings under usual names come first."""
     from torch import nn
 
     for place, mapping in level:
@@ -279,7 +279,7 @@ def _count(mapping: Mapping[Any, Any]) -> int:
 
 
 def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one mapping. Keys that are no text are written as text."""
+    """The tensors of one mapping. Keys that are not text are converted to text."""
     import torch
 
     named: dict[str, torch.Tensor] = {}
@@ -300,8 +300,8 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""Views that show a storage more than so many times, and are larger than so many bytes, are no weights: reading one would take
-days.
+"""A view that repeats its storage more often than the second number, and is larger than the first in bytes, is refused: no weight
+is such a view, and reading one would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
@@ -310,7 +310,7 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """How many tensors lie in a pickle's mappings and lists besides those directly in `chosen`, and the first one's place."""
+    """How many tensors are in the mappings and lists of a pickle but not directly in `chosen`, and the place of the first."""
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])

@@ -1,8 +1,8 @@
-"""Whether a configuration and the tensors beside it can belong together, on numbers alone.
+"""Whether a configuration and the tensors next to it can belong together, by their numbers alone.
 
-Making a module takes time and memory by what `config.json` says, so a file of a few bytes could ask for any amount of both. What
-is made has at least a tensor a layer, and at least as many elements in some tensor as it is wide, so the headers of the weights
-bound what a true configuration can say.
+The time and the memory that a module takes follow from `config.json`, so a file of a few bytes could ask for any amount of both.
+A module has at least one tensor a layer, and some tensor has at least as many elements as the module is wide. So the headers
+of the weights bound the numbers of a true configuration.
 """
 
 from __future__ import annotations
@@ -36,6 +36,8 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
     for name, value in _numbers(config):
+        if name.startswith("quantization_config."):  # `dim` is an axis there, and no size of the model
+            continue
         key = name.rpartition(".")[2]
         if _COUNTS.fullmatch(key):
             limit, of_files = max(_ALWAYS_COUNTS, tensors), f"{tensors} tensors"
@@ -58,7 +60,7 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Every number of a configuration and those inside it, by its dotted name; of a list the largest (it may be of indexes)."""
+    """Every number of a configuration and of those nested in it, by its dotted name. A list yields its largest number."""
     for key, value in config.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and depth < _DEEPEST:

@@ -1,17 +1,15 @@
-"""Checkpoints that are quantized already: which tensors make one weight.
+"""Weights that an export of this program stored with scales: which tensors of a file make one of them.
 
-An export of this program says so in its metadata: a weight is its data, its scales and a dtype, which `runtime` can dequantize.
-Of other schemes the parts are known by the names that each writes beside a weight, and by `quantization_config` in
-`config.json`: why a cast can't touch them.
+The export names each weight and its dtype in the file's metadata, so that `runtime` can dequantize it. Weights that other
+programs quantised are those of `packed_weights`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
@@ -20,25 +18,27 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 SCALED_KEY = "dtype_engine.scaled."
-"""In an exported file's metadata: this and a tensor's name, for its storage-only dtype."""
+"""This prefix and the name of a tensor are a key in the metadata of an exported file. Its value is the storage-only dtype."""
 SHAPE_KEY = "dtype_engine.shape."
-"""In an exported file's metadata: this and the name of a tensor whose codes are packed, for its shape, as in `16,128`."""
+"""This prefix and the name of a tensor whose codes are packed are a key in the metadata of an exported file. Its value is the
+shape, as in `16,128`."""
 OWN_SUFFIX = "_quantized"
-"""`weight_quantized` is a scaled `weight` that compressed-tensors can't express. Under its own name, other loaders would take
-the numbers for values without a word."""
+"""`weight_quantized` holds the codes of a `weight` that compressed-tensors can't express. Under the name `weight`, other loaders
+would take the codes for values without an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its shape, and its tensors in the file by
-    suffix, in the order of `core.block_formats.parts`: codes, scales, and what else a format has. input_scale: what NVFP4 has for
-    the inputs of its layer, where the file has it.
-    """
+    """A storage-only weight of an exported checkpoint."""
 
     dtype: str
+    """A name of `core.dtypes`, with `@tensor` where it applies."""
     shape: tuple[int, ...]
+    """The shape of the weight, which its codes do not have where they are packed."""
     parts: Mapping[str, CheckpointTensor]
+    """Its tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and further parts."""
     input_scale: CheckpointTensor | None = None
+    """The scale that NVFP4 has for the inputs of the layer; None where the file has none."""
 
     @property
     def data(self) -> CheckpointTensor:
@@ -47,16 +47,16 @@ class QuantizedWeight:
 
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
-        """All that belongs to it in the file."""
+        """All of its tensors in the file."""
         return (*self.parts.values(), *([] if self.input_scale is None else [self.input_scale]))
 
 
 def read_quantized(
     path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]
 ) -> dict[str, QuantizedWeight]:
-    """The weights that an export of this program stored with scales, by the name that the model has for them.
+    """The weights that an export of this program stored with scales, under the names that the model gives them.
 
-    Raises UserError where the file's own account of them does not agree with its tensors.
+    Raises UserError where the metadata of the file does not agree with its tensors.
     """
     weights: dict[str, QuantizedWeight] = {}
     for key, dtype in metadata.items():
@@ -75,7 +75,7 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """One weight, None where its tensors are not what its dtype has."""
+    """One weight; None where its tensors are not those that its dtype has."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -100,13 +100,13 @@ def _read_weight(
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
-    """A shape in the metadata; () for what is none."""
+    """The shape in an entry of the metadata; () for an entry that is not a shape."""
     words = (text or "").split(",")
     return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """The names that a weight's codes may have in a file: as other programs read them, and of our own."""
+    """The names that the codes of a weight may have: that which other programs read, and that of this program's own layout."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
@@ -118,7 +118,7 @@ def input_scale_name(name: str) -> str:
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """What a weight of `shape` in a storage dtype is made of in a file."""
+    """The tensors in a file that a weight of `shape` in a storage dtype consists of."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)
@@ -128,68 +128,3 @@ def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
         Part(CODES, row.torch_name, shape, math.prod(shape) * row.bits // 8),
         Part(SCALE, "float32", (count, 1) if matrix else (count,), dtypes.SCALE_BYTES * count),
     )
-
-
-_SIGNS: dict[str, tuple[str, tuple[str, ...], str]] = {
-    # the last word of a name that tells: what stands before it, all that belongs to the weight, what it is
-    "weight_scale_inv": (
-        "",
-        ("weight", "weight_scale_inv", "activation_scale", "input_scale"),
-        "fp8 with block scales (DeepSeek)",
-    ),
-    "weight_packed": (
-        "",
-        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
-         "input_global_scale"),
-        "packed by compressed-tensors",
-    ),
-    "weight_scale": (
-        "",
-        ("weight", "weight_scale", "weight_zero_point", "input_scale", "output_scale", "weight_scale_2", "input_zero_point"),
-        "quantised with scales (compressed-tensors)",
-    ),
-    "absmax": (
-        "weight.",
-        (
-            "weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map",
-            "weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4",
-        ),
-        "4-bit by bitsandbytes",
-    ),
-    "SCB": ("", ("weight", "SCB", "weight_format"), "int8 by bitsandbytes"),
-    "qweight": ("", ("qweight", "qzeros", "scales", "g_idx", "bias_scales"), "packed by GPTQ or AWQ"),
-}  # fmt: skip
-
-
-def quantized_parts(names: Iterable[str], config: dict[str, Any] | None = None) -> dict[str, str]:
-    """For every tensor that is part of a quantised weight, why it is never cast."""
-    everything = names if isinstance(names, dict) else dict.fromkeys(names)
-    described = _described(config)
-    reasons = {sign: f"part of a weight that is {described or what}" for sign, (_, _, what) in _SIGNS.items()}
-    found: dict[str, str] = {}
-    for name in everything:
-        sign = name[name.rfind(".") + 1 :]
-        if sign not in _SIGNS:
-            continue
-        before, parts, _ = _SIGNS[sign]
-        prefix = name.removesuffix(before + sign)
-        if sign == "weight_scale" and f"{prefix}weight" not in everything:
-            continue
-        for part in parts:
-            if prefix + part in everything:
-                found.setdefault(prefix + part, reasons[sign])
-    return found
-
-
-def _described(config: dict[str, Any] | None) -> str | None:
-    """What `quantization_config` says it is, in a few words."""
-    said = (config or {}).get("quantization_config")
-    if not isinstance(said, dict):
-        return None
-    method = str(said.get("quant_method") or "")
-    bits = said.get("bits") or (4 if said.get("load_in_4bit") else 8 if said.get("load_in_8bit") else None)
-    if method == "fp8" and said.get("weight_block_size"):
-        return "fp8 with block scales"
-    if not method:
-        return None
-    return f"quantised by {method}" + (f", {bits} bit" if isinstance(bits, int) else "")

@@ -1,7 +1,7 @@
 """The header of a safetensors file: 8 bytes little-endian length, that much JSON, then the tensors' bytes.
 
-Everything in it is checked before it is believed, against the rules of the format: entries do not overlap and leave
-no holes, each has just the bytes that its shape and dtype need, and all of them lie in the file.
+A header is untrusted. It is checked against the rules of the format: entries do not overlap and leave no gaps, each has exactly
+the bytes that its shape and dtype need, and all of them lie in the file.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from dtype_engine.core.text import printable
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library itself."""
 MOST_TENSORS = 500_000
-"""In one checkpoint. The largest models of 2026 have 90,427 (DeepSeek-V3, 671 B), three times that where each weight is packed in
-parts; at this limit headers and tree take some 10 s and 700 MB, and both grow with the number.
+"""The most tensors of one checkpoint. The largest models of 2026 have 90,427 (DeepSeek-V3, 671 B), and three times as many where
+each weight is packed in parts. At this limit headers and tree take some 10 s and 700 MB, and both grow with the number.
 """
 _MOST_DIMENSIONS = 64
 _BRACES = 100_000
@@ -31,7 +31,7 @@ _BRACES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """Where in a file some bytes are; `start` counts from its first byte."""
+    """A range of bytes in a file. `start` counts from the first byte of the file."""
 
     file: Path
     start: int
@@ -40,25 +40,25 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One tensor of a file. `model.mapped.read_tensor` has its values, whatever the file's form.
-
-    dtype: torch's name. shape: as safetensors has it, so that of `float4_e2m1fn_x2` counts values, of which a byte holds two.
-    start: where its bytes begin in the file; None where no stretch of the file is just its bytes (pickles). packed: its dtype
-    is one that only its format knows. refusal: why its values can't be read as a tensor or written, as in "is sparse".
-    """
+    """The header of one tensor of a file."""
 
     name: str
     shape: tuple[int, ...]
+    """As in safetensors: that of `float4_e2m1fn_x2` counts values, of which a byte holds two."""
     dtype: str
+    """Torch's name of the dtype, or GGUF's own where `packed`."""
     file: Path
     start: int | None
+    """Where its bytes begin in the file; None where they do not lie in one range (pickles)."""
     nbytes: int
     packed: bool = False
+    """Whether only GGUF defines its dtype."""
     refusal: str | None = None
+    """Why its values can't be read as a tensor or written, as in "is sparse"; None where they can."""
 
     @property
     def bytes(self) -> ByteRange | None:
-        """Where its bytes are, in the order and width that torch has for its dtype; None where they are nowhere so."""
+        """The range of its bytes, which torch could read as its dtype; None where no such range exists."""
         if self.start is None or self.packed or self.refusal is not None:
             return None
         return ByteRange(self.file, self.start, self.nbytes)
@@ -93,7 +93,7 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
 
 
 def too_many_tensors(path: Path) -> str:
-    """The refusal of a checkpoint that would take minutes and gigabytes to show."""
+    """The sentence that refuses a checkpoint which would take minutes and gigabytes to show."""
     return f"{path}: over {MOST_TENSORS:,} tensors are more than any model has, and are not read"
 
 
@@ -130,7 +130,7 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(
     path: Path, name: str, entry: Any, body_start: int, size: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> CheckpointTensor:
-    """shapes: those of the file so far, each to be held once."""
+    """Check one entry of a header. shapes: the shapes of the file so far, so that each is held once."""
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:

@@ -26,10 +26,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that was found but not opened: a checkpoint at `path`, or `attribute` of a Python file or module.
-
-    asked: what `locate` found it by; None for the demo.
-    """
+    """A model that was found but not opened: a checkpoint at `path`, or `attribute` of a Python file or module."""
 
     kind: Literal["checkpoint", "python"]
     title: str
@@ -38,15 +35,16 @@ class Source:
     attribute: str | None = None
     trust_pickle: bool = False
     asked: str | None = field(default=None, compare=False)
+    """The text that `locate` was given; None for the demo."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """What `open` has read, with the files that it was read of; nothing or one."""
+    """The checkpoint that `open` has read, with the state of the JSON files at that time; empty before."""
 
     def open(self) -> Checkpoint | None:
-        """The checkpoint's headers; None for a Python source, which has none. Raises UserError.
+        """The headers of the checkpoint; None for a Python source, which has none. Raises UserError.
 
-        They are read once, and again where a file of weights or a JSON file beside them is another by now.
+        They are read once, and again after a file of weights or a JSON file next to them has changed.
         """
         if self.kind != "checkpoint" or self.path is None:
             return None
@@ -59,10 +57,10 @@ class Source:
         return checkpoint
 
     def peek(self) -> tuple[Tree | None, bool]:
-        """What can be shown at once: a tree, if any, and whether it is all there is.
+        """The tree that can be shown at once, and whether it is the whole tree.
 
-        Nothing of a Python source or a pickle, which need torch; of a very large checkpoint the tree of its first shard; of
-        any other the whole tree. Raises UserError.
+        There is no such tree (None) for a Python source or a pickle, which need torch. Of a very large checkpoint it is the tree of
+        the first shard. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
             return None, False
@@ -74,7 +72,7 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: Options) -> None:
-        """Raise UserError for an option that does not go with such a model."""
+        """Raise UserError for an option that does not apply to this kind of model."""
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
         if self.kind == "python" and options.architecture is not None:
@@ -84,12 +82,11 @@ class Source:
 def locate(
     model: str | None, trust_pickle: bool = False, download: bool = False, python_only_by: str | None = None
 ) -> Source:
-    """Find what `model` means: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging
-    Face id in the local cache (or, with `download`, on the hub), or None (or `demo`, where there is no such file) for the
-    built-in demo. Raises UserError that says what was looked for.
+    """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, or a Hugging Face
+    id in the local cache (with `download`, on the hub). None, or `demo` where there is no such file, names the built-in demo.
 
-    `python_only_by` is for a `model` that a file names: a file does not choose which Python code runs. It says how the
-    user can name the code, and code is refused with it.
+    python_only_by: set it for a text that comes from a file, since a file must not choose which Python code runs. Code is then
+    refused, with these words on how the user can name it. Raises UserError that says what was searched.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 
@@ -129,7 +126,7 @@ def _json_files(path: Path) -> tuple[FileIdentity, ...]:
 
 
 def is_python(model: str | None) -> bool:
-    """Whether `locate` takes a text for Python code."""
+    """Whether `locate` would take a text for Python code."""
     if model is None:
         return False
     try:
@@ -141,7 +138,7 @@ def is_python(model: str | None) -> bool:
 
 
 def _path(model: str | None) -> Path:
-    """The path that MODEL would be. Raises UserError for one that can't be any: too long, or of an unknown user's home."""
+    """The path that a text names. Raises UserError for a text that can't be a path: too long, or the home of an unknown user."""
     if model is None:
         return DEMO
     try:
@@ -200,8 +197,8 @@ def _downloaded(model: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """The Hugging Face hub's cache folder, by the same variables as huggingface_hub (whose import takes too long
-    here).
+    """The cache folder of the Hugging Face hub. The environment variables are those of huggingface_hub, whose import would take too
+    long here.
     """
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
@@ -210,7 +207,7 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """The snapshot that `main` stands for, or the only one there is."""
+    """The snapshot that the revision `main` refers to, or else the only snapshot; None where there are several or none."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text().strip()

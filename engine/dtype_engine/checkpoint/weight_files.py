@@ -1,4 +1,4 @@
-"""Which files of a folder hold the weights, by the names that libraries give them. An index is untrusted."""
+"""The files of a folder that hold the weights, by the names that libraries give them. An index is untrusted."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """The tensors of several files together, and their metadata. Raises UserError, also for a name that is in two of them."""
+    """The tensors and the metadata of several files together. Raises UserError, also for a name that two files have."""
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
         held, said = read_header(file)
         for name in held.keys() & tensors.keys():
             raise UserError(
-                f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}"
+                f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}; "
+                "which of the two counts can't be known: remove one of the files, or the tensor from one"
             )
         tensors |= held
         metadata |= said
@@ -40,11 +41,11 @@ def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoi
 
 
 class NoWeights(UserError):
-    """A folder has no weights in any form that is known."""
+    """A folder has no weights in any known form."""
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files with a folder's weights. Raises UserError where it can't be known which they are, NoWeights where none are."""
+    """The files with the weights of a folder. Raises UserError where there are several choices, NoWeights where there is none."""
     for name in _INDEXES:
         if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
             return _shards(folder, folder / name)
@@ -76,8 +77,8 @@ _VARIANT_FILE = re.compile(
 
 
 def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
-    """The files of a variant, as `save_pretrained(variant="fp16")` names them; None where there is none. Several are refused:
-    which one is meant can't be known.
+    """The files of a variant, as `save_pretrained(variant="fp16")` names them; None where the folder has none. Raises UserError for
+    several variants, since the folder does not say which one is meant.
     """
     variants = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
     if not variants:
@@ -95,6 +96,18 @@ _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.
 
 
 def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
+    names = dict.fromkeys(read_index(index).values())
+    return tuple(resolve_inside(folder, name, index.name) for name in names)
+
+
+def index_of(folder: Path) -> Path | None:
+    """The index of safetensors that `find_weight_files` goes by; None where it goes by none."""
+    path = folder / INDEX
+    return path if path.exists() else None
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """The file of every tensor that an index names. Raises UserError where it is no index."""
     weight_map = read_json(index).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -102,14 +115,13 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
         or not all(isinstance(name, str) for name in weight_map.values())
     ):
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
-    names = list(dict.fromkeys(weight_map.values()))
-    return tuple(resolve_inside(folder, name, index.name) for name in names)
+    return weight_map
 
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
-    """The file of this name in the folder. An index is untrusted: it may not point anywhere else, by name or by link.
+    """The file of this name in the folder. An index is untrusted, so neither the name nor a link may lead out of the folder.
 
-    The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` beside them.
+    The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` next to them. Raises UserError.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
@@ -130,7 +142,7 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a file. Raises UserError that names the file."""
+    """The JSON object in a file. Raises UserError that names the file."""
     try:
         with reading(path):
             data = json.loads(read_regular(path, _LARGEST_JSON).decode())
@@ -143,7 +155,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def variant_of(name: str) -> str | None:
     """The variant in the name of a file of weights: `fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`,
-    and as older versions wrote it `model-00001-of-00002.fp16.safetensors`. None where there is none.
+    and in `model-00001-of-00002.fp16.safetensors`, as older versions wrote it. None where the name has no variant.
     """
     parts = name.split(".")
     if len(parts) != 3 or parts[0].split("-")[0] not in ("model", "diffusion_pytorch_model"):

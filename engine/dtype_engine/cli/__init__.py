@@ -18,7 +18,7 @@ from dtype_engine.cli.versions import print_version
 _MODULES = {
     "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
     "search": "scan", "sweep": "sweep",
-    "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
+    "check": "check", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
     "worker": "worker",
 }  # fmt: skip
 

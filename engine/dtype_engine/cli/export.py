@@ -18,6 +18,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import human_bytes, seconds_text
+from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import ExportReport, VerifyReport
@@ -42,8 +43,11 @@ _TENSOR_BYTES = 1 << 30
     "--force", is_flag=True, help="Replace FOLDER once the export is complete; the model itself is never replaced."
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="The largest size of one file of weights.")
+@click.option("--incomplete", is_flag=True, help="Export the tensors that exist although the checkpoint lacks some.")
 @json_option
-def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
+def export(
+    request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool
+) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
     With --quantize-activations weights, the checkpoint declares that activations are quantised, for the formats whose runtimes do
@@ -64,9 +68,10 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
             recipe = request.with_preset(describe(source, request.options).tree)
         contents = of_checkpoint(checkpoint, source.title, recipe, request.options)
     if contents is not None and not needs_calibration(contents):
-        report = write(contents, folder, max_shard_size, _rate("exporting"), force=force)
+        report = write(contents, folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     else:
-        report = request.open_session(source).export(folder, max_shard_size, _rate("exporting"), force=force)
+        session = request.open_session(source)
+        report = session.export(folder, max_shard_size, _rate("exporting"), force=force, incomplete=incomplete)
     say("")
     if as_object:
         print_json(as_json(report))
@@ -140,7 +145,7 @@ def export_text(report: ExportReport) -> str:
     )
     return "\n".join(
         [
-            f"model      {report.model}",
+            f"model      {report.model}{found_text(report.coverage)}",
             f"rules      {', '.join(report.rules) or 'none: as stored'}",
             f"tensors    {mix}",
             f"written    {printable(report.folder, 1000)}: {human_bytes(report.nbytes)}, {files}, in "

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import click
 
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.completeness import what_is_missing
+from dtype_engine.checkpoint.modeling_source import foreign_prefix
+from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.recipe import require_matches
 from dtype_engine.results.as_json import as_json
+from dtype_engine.results.coverage import Coverage
 
 
 @click.command(cls=ModelCommand, runs=False)
@@ -18,6 +23,7 @@ def inspect(request: RunRequest, as_object: bool) -> None:
     source = request.locate()
     planned = request.plan(source)
     tree, plan = planned.tree, planned.plan
+    coverage, incomplete = _coverage(request, source, planned.checkpoint)
     totals = tree.totals(plan.dtypes)
     tensors = [
         {
@@ -29,6 +35,9 @@ def inspect(request: RunRequest, as_object: bool) -> None:
     whole = totals[""]
     result = {
         "model": source.title,
+        "found": coverage.found if coverage is not None else None,
+        "expected": coverage.expected if coverage is not None else None,
+        "incomplete": list(incomplete),
         "parameters": whole.parameters if not whole.unknown else None,
         "buffers": whole.buffers,
         "stored_bytes": plan.stored_bytes,
@@ -50,7 +59,30 @@ def inspect(request: RunRequest, as_object: bool) -> None:
         return
     from dtype_engine.reports.text import inspect_text
 
+    if coverage is not None:
+        answer("; ".join((str(coverage), *incomplete)))
     answer(inspect_text(tree, plan, source.title))
+
+
+def _coverage(
+    request: RunRequest, source: Source, checkpoint: Checkpoint | None
+) -> tuple[Coverage | None, tuple[str, ...]]:
+    """How much of the model the files have, and what they lack, a sentence each.
+
+    The index answers it, or the architecture where it is known already or something is missing: importing it takes seconds.
+    """
+    if checkpoint is None:
+        return None, ()
+    index = checkpoint.index
+    asked = bool(request.recipe.rules or request.preset or request.options.architecture)
+    prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
+    if not asked and not what_is_missing(index, None, "") and not prefix:
+        return (index.coverage, index.sentences) if index is not None else (None, ())
+    from dtype_engine.runtime.model.describe import describe
+
+    known = describe(source, request.options, checkpoint)
+    coverage = known.coverage or (index.coverage if index is not None else None)
+    return coverage, what_is_missing(index, known.coverage, known.class_name, prefix)
 
 
 @click.command(cls=ModelCommand, runs=False)

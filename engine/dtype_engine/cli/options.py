@@ -65,6 +65,9 @@ _OPENING = (
 )
 _RUNNING = (
     click.Option(["--device"], default="auto", show_default=True, help="Where to run the model: cpu, cuda or auto."),
+    click.Option(
+        ["--random-weights"], is_flag=True, help="Run a model although its files lack weights, which are then random."
+    ),
     click.Option(["--prompt", "prompts"], multiple=True, help="A calibration text; may be repeated."),
     click.Option(
         ["--text", "texts"],

@@ -75,6 +75,8 @@ class Options:
     """The class of the module that a checkpoint is loaded into; None for the class that its config.json names."""
     trust_pickle: bool = False
     """Allow unpickling the model's files, which can run any code that they contain."""
+    random_weights: bool = False
+    """Run a model although its files lack weights, which are then random. Otherwise it opens without a forward pass."""
     download: bool = False
     """Download a model that is not in the local cache."""
     trust_remote_code: bool = False

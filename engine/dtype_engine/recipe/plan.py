@@ -32,6 +32,8 @@ class Selection:
     """How many other tensors it selected that are never cast: integers, booleans, parts of quantised weights, and non-persistent
     buffers that it does not name.
     """
+    uncastable: str | None = None
+    """The first of them."""
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -49,7 +51,7 @@ def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> S
 def _selected(tree: Tree, compiled: Pattern) -> Selection:
     modules: set[str] = set()
     taken: dict[str, None] = {}
-    uncastable: set[str] = set()
+    uncastable: dict[str, None] = {}
     stack: list[Module] = [tree.root]
     while stack:
         node = stack.pop()
@@ -60,7 +62,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
                 if tensor.castable and (tensor.persistent or any(map(compiled.matches_exactly, tensor.names))):
                     taken[tensor.name] = None
                 else:
-                    uncastable.add(tensor.name)
+                    uncastable[tensor.name] = None
             continue
         prefix = f"{node.name}." if node.name else ""
         for local, tensor in node.tensors.items():
@@ -70,15 +72,16 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
             if tensor.castable and (tensor.persistent or compiled.matches_exactly(name)):
                 taken[tensor.name] = None
             else:
-                uncastable.add(tensor.name)
+                uncastable[tensor.name] = None
         stack.extend(reversed(node.children.values()))
     for tensor in tree.renamed:
         if tensor.name not in taken and all(map(compiled.selects, tensor.stored_as)):
             if tensor.castable:
                 taken[tensor.name] = None
             else:
-                uncastable.add(tensor.name)
-    return Selection(frozenset(modules), tuple(taken), len(uncastable - taken.keys()))
+                uncastable[tensor.name] = None
+    never = [name for name in uncastable if name not in taken]
+    return Selection(frozenset(modules), tuple(taken), len(never), next(iter(never), None))
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,9 +246,11 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """A sentence that says why a pattern selects nothing."""
     if taken is not None and taken.uncastable_count:
-        return (
-            f"pattern {shortened(pattern)} matches only tensors that are never cast "
-            "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"
+        why = taken.uncastable and tree.tensors[taken.uncastable].uncastable_reason
+        return f"pattern {shortened(pattern)} matches only tensors that are never cast " + (
+            f"(first {printable(taken.uncastable or '')}: {why})"
+            if why
+            else "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"
         )
     compiled = compile_pattern(pattern)
     if compiled.by_class and not tree.has_classes:

@@ -22,6 +22,7 @@ from dtype_engine.core.units import (
 from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.coverage import Coverage
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals, Tree
@@ -44,6 +45,11 @@ def mix_text(totals: Totals) -> str:
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
     return " · ".join(f"{dtypes.short_name(name)} {percent(share)} %" for name, share in shares)
+
+
+def found_text(coverage: Coverage | None) -> str:
+    """What follows a model's name on the first line: the share of its tensors that its files have, where that is known."""
+    return f"; {coverage}" if coverage is not None else ""
 
 
 def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
@@ -79,7 +85,16 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
             kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
             count = "" if kind else "unknown" if tensor.logical_numel == "unknown" else human_count(tensor.parameters)
             rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
-    return "\n".join(table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3)))
+    lines = table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3))
+    unknown = [tensor for tensor in tree.tensors.values() if tensor.logical_numel == "unknown"]
+    if unknown:
+        elements = human_count(sum(tensor.numel for tensor in unknown))
+        count = plural(len(unknown), "tensor")
+        lines.append(
+            f"> leaves out {count} of packed codes, whose packing is not known: {elements} stored elements, first "
+            f"{printable(unknown[0].name)}"
+        )
+    return "\n".join(lines)
 
 
 def generation_text(text: Generation) -> str:
@@ -175,7 +190,7 @@ def drift_text(report: DriftReport) -> str:
 
     output, memory = report.output, report.memory
     lines = [
-        f"model      {report.model} on {report.device}; reference {report.reference}",
+        f"model      {report.model} on {report.device}; reference {report.reference}{found_text(report.coverage)}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
         *([f"quantised  {WEIGHTS_ONLY}"] if report.weights_only else []),
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 
@@ -273,6 +274,8 @@ class DriftReport:
     """The weights whose cast loses values."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations`."""
+    coverage: Coverage | None = None
+    """How many tensors of the model its files have; None for a model without a checkpoint."""
 
     @property
     def weights_only(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.losses import ValueLoss
 
@@ -33,6 +34,8 @@ class ExportReport:
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose cast loses values."""
+    coverage: Coverage | None = None
+    """How many tensors of the model, or of the index, the source has; None where neither is known."""
 
 
 @dataclass(frozen=True, slots=True)

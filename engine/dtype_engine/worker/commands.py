@@ -21,6 +21,7 @@ JobName = Literal[
     "causes",
     "generate",
     "speed",
+    "check",
     "scan",
     "recipes",
     "values",
@@ -166,6 +167,13 @@ class MeasureSpeed(Command, frozen=True):
     name = "speed"
 
 
+class CheckFiles(Command, frozen=True):
+    """Check the files of the model for what is wrong with them."""
+
+    name = "check"
+    needs_model = False
+
+
 class Generate(Command, frozen=True):
     """Generate `tokens` tokens with reference and candidate."""
 
@@ -222,6 +230,7 @@ FromTheApp = (
     | TraceCasts
     | AttributeDrift
     | MeasureSpeed
+    | CheckFiles
     | Generate
     | Scan
     | MeasureRecipes

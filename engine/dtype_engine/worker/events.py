@@ -21,6 +21,7 @@ from dtype_engine.worker.save_requests import ExportPlan
 
 if TYPE_CHECKING:
     import dtype_engine.results.attribution
+    import dtype_engine.results.check
     import dtype_engine.results.drift
     import dtype_engine.results.inputs
     import dtype_engine.results.losses
@@ -191,6 +192,13 @@ class SpeedMeasured(Event, frozen=True):
 
     recipe: Recipe
     report: dtype_engine.results.runs.SpeedReport
+
+
+class FilesChecked(Event, frozen=True):
+    """What is wrong with the files of the model, as asked for."""
+
+    recipe: Recipe
+    report: dtype_engine.results.check.CheckReport
 
 
 class WeightInspected(Event, frozen=True):

@@ -17,6 +17,7 @@ import msgspec
 
 # Annotations of messages name classes as `dtype_engine.results.…`, and msgspec looks them up when a decoder is made.
 import dtype_engine.results.attribution
+import dtype_engine.results.check
 import dtype_engine.results.drift
 import dtype_engine.results.inputs
 import dtype_engine.results.losses

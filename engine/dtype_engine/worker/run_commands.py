@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
@@ -16,6 +17,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     ApplyRecipe,
     AttributeDrift,
+    CheckFiles,
     Command,
     CountStoredLosses,
     FindLossRemedy,
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
 
 Emit = Callable[[events.Event], None]
+_MOST_FINDINGS = 2_000
+"""Of a check that the app is sent, which shows the first ones of each kind."""
 
 
 class CommandRunner:
@@ -82,6 +86,8 @@ class CommandRunner:
                 self._count_stored_losses(recipe, command, token)
             case InspectWeight():
                 self._inspect(recipe, command, token)
+            case CheckFiles():
+                self._check(recipe, token)
             case Save():
                 return self._save(command, settings, token)
             case _:
@@ -228,6 +234,26 @@ class CommandRunner:
             with unchanged(model.checkpoint.identities):
                 stats = inspect_weight(model.checkpoint, name, targets, token)
         self._emit(events.WeightInspected(recipe, name, stats))
+
+    def _check(self, recipe: Recipe, token: CancelToken) -> None:
+        from dtype_engine.checkpoint.check import check
+        from dtype_engine.runtime.model.check_architecture import with_architecture
+
+        model = self._model
+        if model.checkpoint is None:
+            raise UserError(f"{model.source.title} is code: a check reads the files of a checkpoint")
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            if token():
+                raise Cancelled
+            self._emit(events.WorkingProgress(recipe, f"checking {what}", done, total))
+
+        found = check(model.checkpoint, model.source.title, progress=on_progress)
+        found = with_architecture(found, model.source, model.options, model.checkpoint)
+        if (more := len(found.findings) - _MOST_FINDINGS) > 0:
+            unchecked = (*found.unchecked, f"{more:,} further findings are left out here: dtype-engine check has them")
+            found = replace(found, findings=found.findings[:_MOST_FINDINGS], unchecked=unchecked)
+        self._emit(events.FilesChecked(recipe, found))
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Write what was requested. A failure is emitted as `Saved`, because it does not affect the figures of the recipe."""

@@ -118,6 +118,66 @@ PACKED = {
             "weight_scale": torch.zeros(OUT, IN // 16).to(torch.float8_e4m3fn),
         },
     ),
+    "nvfp4 of compressed-tensors": (
+        None,
+        {
+            "weight_packed": torch.zeros(OUT, IN // 2, dtype=torch.uint8), "weight_global_scale": torch.zeros(1),
+            "weight_scale": torch.zeros(OUT, IN // 16).to(torch.float8_e4m3fn),
+        },
+    ),
+    "modelopt awq, packed along the rows": (
+        {"quant_method": "modelopt"},
+        {
+            "weight": torch.zeros(OUT // 2, IN, dtype=torch.uint8), "weight_scale": torch.zeros(OUT, IN // GROUP),
+            "pre_quant_scale": torch.zeros(IN),
+        },
+    ),
+    "DeepSeek-V4's experts": (
+        {"quant_method": "fp8"},
+        {
+            "weight": torch.zeros(OUT, IN // 2, dtype=torch.int8),
+            "scale": torch.ones(OUT, IN // 32).to(torch.float8_e8m0fnu),
+        },
+    ),
+    "gpt-oss": (
+        {"quant_method": "mxfp4"},
+        {
+            "w_blocks": torch.zeros(1, OUT, IN // 32, 16, dtype=torch.uint8),
+            "w_scales": torch.zeros(1, OUT, IN // 32, dtype=torch.uint8),
+        },
+    ),
+    "hqq": (
+        {"quant_method": "hqq", "quant_config": {"weight_quant_params": {"nbits": 4}}},
+        {
+            "W_q": torch.zeros(OUT, IN // 2, dtype=torch.uint8), "scale": torch.zeros(IN * OUT // GROUP, 1),
+            "zero": torch.zeros(IN * OUT // GROUP, 1), "nbits": torch.tensor(4, dtype=torch.int32),
+        },
+    ),
+    "torchao": (
+        {"quant_method": "torchao"},
+        {"_weight_qdata": torch.zeros(OUT, IN, dtype=torch.int8), "_weight_scale": torch.zeros(OUT, 1)},
+    ),
+    "quanto": (
+        None,
+        {
+            "weight._data": torch.zeros(OUT, IN, dtype=torch.int8), "weight._scale": torch.zeros(OUT, 1),
+            "input_scale": torch.ones(()),
+        },
+    ),
+    "mlx": (
+        {"bits": 4, "group_size": 32},
+        {
+            "weight": torch.zeros(OUT, IN * 4 // 32, dtype=torch.uint32), "scales": torch.zeros(OUT, IN // 32),
+            "biases": torch.zeros(OUT, IN // 32),
+        },
+    ),
+    "mlx, whose weight has bits of its own": (
+        {"bits": 4, "group_size": 64, "layers.0": {"bits": 6, "group_size": 32}},
+        {
+            "weight": torch.zeros(OUT, IN * 6 // 32, dtype=torch.uint32), "scales": torch.zeros(OUT, IN // 32),
+            "biases": torch.zeros(OUT, IN // 32),
+        },
+    ),
 }  # fmt: skip
 
 
@@ -137,6 +197,15 @@ def test_a_packed_weight_counts_as_the_linear_layer_that_it_is(
     assert (found["parameters"], found["buffers"]) == (expected, 0)
 
 
+def test_a_configuration_that_is_not_that_of_the_words_counts_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {"a.weight": torch.zeros(4, 8, dtype=torch.uint32), "a.scales": torch.zeros(4, 2)}
+    safetensors.torch.save_file(words, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization": {"bits": 4, "group_size": 64}}))
+    assert inspected(capsys, str(tmp_path))["parameters"] is None
+
+
 def test_words_that_nothing_explains_are_of_unknown_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {"a.weight_packed": torch.zeros(4, 4, **WORDS), "a.weight_scale": torch.zeros(4, 1), "b": torch.zeros(3)}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
@@ -144,5 +213,7 @@ def test_words_that_nothing_explains_are_of_unknown_number(tmp_path: Path, capsy
     assert found["parameters"] is None
     assert {row["name"]: row["parameters"] for row in found["modules"]} == {"": None, "a": None}
     assert run(cli, "dtype-engine", ["inspect", str(tmp_path / "x.safetensors")]) == 0
-    assert "unknown" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "unknown" in said
+    assert said.splitlines()[-1].endswith("whose packing is not known: 16 stored elements, first a.weight_packed")
     assert open_checkpoint(tmp_path / "x.safetensors").tree().totals()[""].parameters == 3

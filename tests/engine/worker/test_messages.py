@@ -45,6 +45,7 @@ REQUESTS: list[messages.Request] = [
     commands.TraceCasts(),
     commands.AttributeDrift(),
     commands.MeasureSpeed(),
+    commands.CheckFiles(),
     commands.Generate(48),
     commands.Scan(("int8", "bfloat16")),
     commands.Scan(("int8",), keep=True),

@@ -10,7 +10,16 @@ from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel, Generate, Measure, MeasureSpeed, SetRecipe, SetSettings, TraceCasts
+from dtype_engine.worker.commands import (
+    Cancel,
+    CheckFiles,
+    Generate,
+    Measure,
+    MeasureSpeed,
+    SetRecipe,
+    SetSettings,
+    TraceCasts,
+)
 
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
@@ -70,11 +79,14 @@ def test_text_and_times_are_told_for_the_recipe_in_force(demo: RecordedEngine) -
     demo.worker.request(SetRecipe(HALF))
     demo.worker.request(Generate(3))
     demo.worker.request(MeasureSpeed())
+    demo.worker.request(CheckFiles())
     text = demo.wait_for(events.Generated)
     assert text.recipe == HALF
     assert len(text.texts[0].candidate.ids) == 3
     times = demo.wait_for(events.SpeedMeasured)
     assert times.report.rules == ("*=float16",)
+    check = demo.wait_for(events.FilesChecked).report
+    assert (str(check.coverage), check.findings) == ("56 of 56 tensors found", ())
     assert any(event.what == "timing: reference" for event in demo.of(events.WorkingProgress))
     demo.worker.request(SetSettings(RunSettings(autocast="bfloat16")))
     demo.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")

@@ -12,6 +12,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "causes": ("running each module as cast by itself", "causes", "d runs them again"),
     "generate": ("generating", "text", "g generates again"),
     "speed": ("timing", "timing", "t times again"),
+    "check": ("checking the files", "check", ":check checks again"),
     "scan": ("scan", "scan", "s resumes it"),
     "recipes": ("measuring recipes", "recipes", "the measured ones are in the history"),
     "values": ("reading the values", "values", "v reads them again"),

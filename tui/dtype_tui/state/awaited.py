@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Command, Generate, InspectWeight, MeasureSpeed, TraceCasts
+from dtype_engine.worker.commands import CheckFiles, Command, Generate, InspectWeight, MeasureSpeed, TraceCasts
 from dtype_tui.state.controller import Controller
 
 GENERATE = Generate(tokens=48)
@@ -50,6 +50,8 @@ class AwaitedResults:
                 self._answered(GENERATE)
             case events.SpeedMeasured():
                 self._answered(MeasureSpeed())
+            case events.FilesChecked():
+                self._answered(CheckFiles())
             case events.WeightInspected():
                 self._answered(inspect(event.name))
             case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():

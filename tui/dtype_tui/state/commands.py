@@ -43,6 +43,7 @@ class Command:
         return " ".join((self.name, *words))
 
 
+CHECK = "Check the model's files: parts, scales, dtypes, what is missing"
 WITH_ARGUMENTS = (
     Command("cast", "cast_as", ("pattern", "dtype"), "Cast the tensors that a pattern matches"),
     Command("filter", "filter_by", ("text",), "Show only names that contain this; alone: show all", 0),
@@ -54,9 +55,10 @@ WITH_ARGUMENTS = (
     Command("recipe", "save_recipe_to", ("file",), "Write the rules and their measurement"),
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
     Command("preset", "use_preset", ("preset",), "Apply a preset, which replaces all rules"),
+    Command("check", "check_files", (), CHECK),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""The commands with arguments. All other commands are actions of keys."""
+"""The commands that no key has, most of them with arguments."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:

@@ -16,6 +16,7 @@ from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 
@@ -145,6 +146,10 @@ class Contents:
     """Further names of tied weights in the source, each with the one name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
     """The settings in which the candidate was run. If its activations were quantised, the export says so."""
+    coverage: Coverage | None = None
+    """How many tensors of the model, or of the index, the source has; None where neither is known."""
+    incomplete: tuple[str, ...] = ()
+    """What the source lacks, a sentence each."""
 
     @property
     def nbytes(self) -> int:

@@ -41,19 +41,27 @@ def export(
     cancelled: IsCancelled = never,
     force: bool = False,
     lost: Sequence[ValueLoss] | None = None,
+    incomplete: bool = False,
 ) -> ExportReport:
     """Write an export to a new folder. Memory holds at most one tensor at a time, and for plain casts only a block of it. The
     folder does not exist until everything is written.
 
     max_shard_size: the largest size of a file, in bytes or as in "5GB". on_bytes: called with the bytes written and their total.
     force: whether to replace an export of that name once everything is written; the source is never replaced. lost: the weights
-    whose cast loses values, if that is known; None to count losses while writing. Raises UserError (too little space, a folder that
+    whose cast loses values, if that is known; None to count losses while writing. incomplete: whether to export a source that lacks
+    tensors. Raises UserError (a source that lacks tensors, too little space, a folder that
     is not empty, a dtype that can't be stored) and Cancelled; nothing is left then.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
     target = check_folder(folder, force, contents.files)
     refuse_uncalibrated(contents)
+    if contents.incomplete and not incomplete:
+        share = f"{contents.coverage}: " if contents.coverage is not None else ""
+        raise UserError(
+            f"{contents.title} is incomplete: {share}{'; '.join(contents.incomplete)}; --incomplete (in Python: incomplete=True) "
+            "exports what is there"
+        )
     configs = changed_configs(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
@@ -63,7 +71,7 @@ def export(
     sums = by_dtype(contents)
     # The source is checked once more before the folder gets its name.
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
-        notices = contents.notices
+        notices = (*contents.notices, *contents.incomplete)
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
             notices += copy_sidecars(contents.folder, stage)
         for part in layout.parts:
@@ -102,6 +110,7 @@ def export(
         seconds=time.perf_counter() - started,
         notices=notices + ((notice,) if (notice := loss_notice(losses)) else ()),
         lost=losses,
+        coverage=contents.coverage,
     )
 
 

@@ -12,6 +12,8 @@ from functools import partial
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.checkpoint.completeness import what_is_missing
+from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import divides
@@ -21,6 +23,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
@@ -48,7 +51,8 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     known = describe(source, options, checkpoint)
     require_matches(known.tree, recipe)
     planned = make_plan(known.tree, recipe).dtypes
-    return _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
+    contents = _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
+    return _with_coverage(contents, checkpoint, known.coverage, known.class_name)
 
 
 def of_live(
@@ -68,11 +72,7 @@ def of_live(
         contents = _placed_contents(
             model.checkpoint, model.title, recipe, model.tree, placements, planned, settings, input_ranges
         )
-        absent = [info.name for info in model.tree.tensors.values() if info.made_on_load]
-        if not absent:
-            return contents
-        notice = f"{len(absent)} weights that the checkpoint does not have are not exported, first {absent[0]}"
-        return dataclasses.replace(contents, notices=(*contents.notices, notice))
+        return _with_coverage(contents, model.checkpoint, model.coverage, type(model.module).__name__)
     items = []
     tied: dict[str, str] = {}
     for info in model.tree.tensors.values():
@@ -93,6 +93,15 @@ def of_live(
         model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied,
         settings=settings,
     )  # fmt: skip
+
+
+def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
+    """The same contents with what the checkpoint lacks: by its index, and of the model where `coverage` is known."""
+    prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
+    incomplete = what_is_missing(checkpoint.index, coverage, class_name, prefix)
+    if coverage is None and checkpoint.index is not None:
+        coverage = checkpoint.index.coverage
+    return dataclasses.replace(contents, coverage=coverage, incomplete=incomplete)
 
 
 def _placed_contents(

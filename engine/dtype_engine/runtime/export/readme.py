@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dtype_engine.checkpoint.prequantized import quantized_parts
+from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
@@ -127,7 +127,7 @@ def _in_fp8_layout(contents: Contents) -> bool:
 
 def _quantised_before(contents: Contents) -> str | None:
     """How another program has quantised the weights, in a few words; None if it has not."""
-    parts = quantized_parts([item.name for item in contents.items], contents.config)
+    parts = quantized_parts({item.name: item for item in contents.items if not item.has_scales}, contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 

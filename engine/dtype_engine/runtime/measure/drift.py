@@ -136,6 +136,7 @@ class DriftMeter:
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
+            coverage=candidate.coverage,
         )
 
     def readings(self, listener: MeasurementListener) -> Generator[RunningTotals, None, None]:

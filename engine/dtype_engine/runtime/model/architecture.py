@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.modeling_source import foreign_prefix
+from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.plausible import refuse_impossible
-from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.exits import exits_as_errors
@@ -24,6 +25,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.hub import without_foreign_kernels
 from dtype_engine.runtime.model.module_tree import collect_tensors
@@ -38,6 +40,15 @@ _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
 packed in two bits take a sixteenth of float32.
 """
 _LONGEST_REASON = 300
+
+
+class Misfit(NoForward):
+    """The tensors of the files are not those of the class that the configuration names."""
+
+    def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
+        super().__init__(message)
+        self.class_name = class_name
+        self.coverage = coverage
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +281,15 @@ def _refuse_misfit(
     packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
         checkpoint.config or {}
     )
-    if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and not packed:
-        raise NoForward(
-            f"{folder}: these are not the weights of a {name}: {len(strange)} of {len(checkpoint.weights)} tensors have no place "
-            f"in it, first {printable(strange[0])}; --architecture names another class"
+    prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
+    if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and (prefix or not packed):
+        coverage = Coverage(sum(info.persistent for info in infos), tuple(empty), tuple(strange))
+        under = f"all names in the files begin with {printable(prefix)}, " if prefix else ""
+        raise Misfit(
+            f"{folder}: these are not the weights of a {name}: {coverage}, {under}{len(strange)} of {len(checkpoint.weights)} "
+            f"tensors have no place in it, first {printable(strange[0])}; --architecture names another class",
+            name,
+            coverage,
         )
     shapes = {alias: tuple(tensors[info.name].shape) for info in infos for alias in info.names}
     strange_shapes: dict[str, str] = {}

@@ -7,6 +7,7 @@ that holds a whole module, is loaded for it. If the architecture is not known, t
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,10 +18,12 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import Options
 from dtype_engine.core.tree import Tree
+from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.model.architecture import Misfit
 from dtype_engine.runtime.model.load import build_on_meta, load
-from dtype_engine.runtime.model.module_tree import tree_of
+from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
-from dtype_engine.runtime.model.stored_tree import stored_tree
+from dtype_engine.runtime.model.stored_tree import NOT_USED, stored_tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,10 @@ class ModelDescription:
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """The tensor of the tree that each tensor of the files becomes. A tensor without an entry has the same name in both."""
+    class_name: str = ""
+    """The class that the configuration names; "" where no class is known."""
+    coverage: Coverage | None = None
+    """How many tensors of that class the files have; None where it is not known, or the module was loaded."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
@@ -49,16 +56,42 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
         return ModelDescription(tree_of(module), _kinds(module), None)
     model_type = (checkpoint.config or {}).get("model_type")
     named = model_type if isinstance(model_type, str) else None
-    if (made := build_on_meta(checkpoint, options)) is not None:
-        module_without_data, placements = made
-        tree = stored_tree(module_without_data, checkpoint, placements)
-        return ModelDescription(tree, _kinds(module_without_data), named, placements)
     try:
+        if (made := build_on_meta(checkpoint, options)) is not None:
+            module_without_data, placements = made
+            tree = stored_tree(module_without_data, checkpoint, placements)
+            class_name = type(module_without_data).__name__
+            found = _coverage(module_without_data, tree)
+            return ModelDescription(tree, _kinds(module_without_data), named, placements, class_name, found)
         live = load(source, options)
-    except NoForward:
+    except NoForward as error:
         alone = {name: Placement(name, False) for name in checkpoint.weights}
-        return ModelDescription(checkpoint.tree(), {}, named, alone)
+        misfit = error if isinstance(error, Misfit) else Misfit("")
+        return ModelDescription(checkpoint.tree(), {}, named, alone, misfit.class_name, misfit.coverage)
     return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
+
+
+def _coverage(module: nn.Module, tree: Tree) -> Coverage:
+    """How many tensors of a module the files have, by the tree of both. What its class says may be missing or left over is not
+    counted as such.
+    """
+    spared, left_over = (
+        [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]
+        for kind in ("missing", "unexpected")
+    )
+    missing = [
+        tensor.name
+        for tensor in tree.tensors.values()
+        if tensor.made_on_load and tensor.kind == "parameter" and not any(each.search(tensor.name) for each in spared)
+    ]
+    unused = [
+        tensor.name
+        for tensor in tree.tensors.values()
+        if (tensor.uncastable_reason or "").startswith(NOT_USED)
+        and not any(each.search(tensor.name) for each in left_over)
+    ]
+    expected = sum(info.persistent for info in collect_tensors(module)[0])
+    return Coverage(expected, tuple(missing), tuple(unused))
 
 
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:

@@ -23,6 +23,7 @@ from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
@@ -140,6 +141,8 @@ class LiveModel:
     """Whether Python code in the folder may run."""
     identities: tuple[FileIdentity, ...] = ()
     """The identities of `files` before anything was read from them."""
+    coverage: Coverage | None = None
+    """How many of its tensors the files of its checkpoint have; None where it has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights by the `id` of the tensor object in the module."""
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint
+from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.memory_fit import shortfall
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
@@ -29,7 +30,9 @@ from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
+from dtype_engine.core.units import plural
+from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
@@ -39,6 +42,7 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
+from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
@@ -105,6 +109,7 @@ def _from_checkpoint(
         notices=loaded.notices,
         checkpoint=checkpoint,
         placements=loaded.placements,
+        coverage=loaded.coverage,
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
     )
@@ -131,6 +136,8 @@ class Loaded:
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """The tensor of the module that each tensor of the files has become."""
+    coverage: Coverage | None = None
+    """How many tensors of the module the files have; None for a module that was filled by `load_into`."""
 
 
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
@@ -159,9 +166,8 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         silence_transformers()
         on_step("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
-        make(
-            chosen, checkpoint
-        )  # on the meta device: a model that can't be loaded is refused before memory is allocated
+        # On the meta device: what can't be loaded is refused before memory is taken for it.
+        refuse_unread(title, checkpoint, *make(chosen, checkpoint))
         model_class = chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
@@ -194,15 +200,26 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     _restore_stored(module, checkpoint, restorable(checkpoint, placements))
     quantized, packed = _restore_quantized(module, checkpoint, placements)
     notices = [*checkpoint.notices, *chosen.notices, *of_buffers]
-    if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
-        notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
+    persistent = sum(info.persistent for info in collect_tensors(module)[0])
+    coverage = Coverage(persistent, tuple(sorted(set(loading_info.get("missing_keys") or ()) - packed)))
+    if coverage.missing:
+        first = printable(coverage.missing[0])
+        if not options.random_weights:
+            why = "".join(f"{sentence}; " for sentence in what_is_missing(checkpoint.index, None, ""))
+            raise NoForward(
+                f"{title}: no forward pass: {coverage}: {why}{plural(len(coverage.missing), 'weight')} would be made at random, "
+                f"first {first}; --random-weights runs the model so (in Python: Options(random_weights=True))"
+            )
+        notices.append(
+            f"{len(coverage.missing)} weights are not in the checkpoint and were made at random, first {first}"
+        )
     parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
     parts |= loading_names(module, parts)
     if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - parts):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
-    return Loaded(module, quantized, tuple(notices), placements)
+    return Loaded(module, quantized, tuple(notices), placements, coverage)
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
@@ -260,7 +277,8 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
     """Make a checkpoint's architecture without data, on the meta device, and find the place of each tensor of the files in it.
 
     Returns None if the architecture is not known or can't be made. Raises UserError if transformers does not have the architecture
-    that `options` name.
+    that `options` name, and Misfit if the tensors of the
+    files are not those of the architecture.
     """
     if checkpoint.config is None:
         return None
@@ -270,6 +288,8 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
         with offline(options.download):
             try:
                 return make(architecture(transformers, checkpoint, options), checkpoint)
+            except Misfit:
+                raise
             except NoForward:
                 return None
 

@@ -7,6 +7,7 @@ place in the module is in the tree, since an export copies it, but is never cast
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -18,6 +19,11 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
+
+NOT_USED = "not used by"
+"""How the reason begins that a tensor of the files without a place in the module is never cast."""
+_EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
+"""What follows the module that holds experts: transformers packs them in `experts`, MLX in `switch_mlp`."""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
@@ -73,13 +79,14 @@ def with_files(
             dtype=dtype,
             uncastable_reason=uncastable_reason,
             quantized=info.quantized or any(name in checkpoint.quantized for name in sources[held]),
-            logical_numel=next((h.logical_numel for h in files if h.logical_numel is not None), info.logical_numel),
+            logical_numel=files[0].logical_numel if len(files) == 1 else info.logical_numel,
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
         if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
-            changed = dataclasses.replace(
-                changed, packed_bytes=size
-            )  # for example, parts in several dtypes are packed into it
+            if dtype not in dtypes.COMPUTE_DTYPES:  # codes in place of values: only blocks that can be decoded are cast
+                uncastable_reason = uncastable_reason or f"stored as {dtype} in another shape, so as packed codes"
+            # The parts have several dtypes, or a byte holds several values.
+            changed = dataclasses.replace(changed, packed_bytes=size, uncastable_reason=uncastable_reason)
         described.append(changed)
     return described
 
@@ -91,7 +98,7 @@ def unused(
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
-            header, uncastable_reason=header.uncastable_reason or f"not used by {title}: it stays as it is stored"
+            header, uncastable_reason=header.uncastable_reason or f"{NOT_USED} {title}: it stays as it is stored"
         )
         for name, header in headers.items()
         if name not in placements and name not in taken
@@ -129,6 +136,12 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """The tensors without those that a quantised checkpoint replaces by other tensors of the same module."""
+    """The tensors without those that a quantised checkpoint replaces by other tensors of the same module, or of one expert each."""
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
-    return [info for info in infos if not (info.made_on_load and info.name.rpartition(".")[0] in parts)]
+    of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}
+    return [
+        info
+        for info in infos
+        if not info.made_on_load
+        or not (parts & {info.name, info.name.rpartition(".")[0]} or _EXPERTS.sub("", info.name) in of_experts)
+    ]

@@ -347,6 +347,7 @@ class Session:
         on_bytes: OnCast = ignore,
         cancelled: IsCancelled = never,
         force: bool = False,
+        incomplete: bool = False,
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the current recipe. The source is not changed.
 
@@ -359,12 +360,14 @@ class Session:
             on_bytes: Called with the bytes written so far and in all.
             cancelled: Checked between pieces. If it returns True, nothing is left behind.
             force: Replace a folder that is not empty, once everything is written.
+            incomplete: Export a checkpoint although it lacks tensors.
 
         Returns:
             A report of what was written, in bytes and seconds.
 
         Raises:
-            UserError: The folder can't be written or is not empty, or the disk is too full.
+            UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint
+                lacks tensors.
             NoForward: The inputs must be run, but the model can't be run.
             Cancelled: `cancelled()` returned True.
 
@@ -375,7 +378,8 @@ class Session:
         from dtype_engine.runtime.export import export
 
         contents = self.export_contents(cancelled)
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
+        lost = self.lost_values(cancelled)
+        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, lost, incomplete)
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:

@@ -79,7 +79,7 @@ def test_ties_are_one_tensor(make_llama: Callable[..., Path]) -> None:
     assert session.memory().resident_bytes == session.tree.stored_bytes - tied.nbytes // 2 + 2 * 32
 
 
-def test_missing_weights_are_told(make_llama: Callable[..., Path]) -> None:
+def test_missing_weights_are_made_at_random_on_request_alone(make_llama: Callable[..., Path]) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = make_llama()
@@ -87,7 +87,15 @@ def test_missing_weights_are_told(make_llama: Callable[..., Path]) -> None:
     tensors = load_file(file)
     del tensors["model.norm.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
-    assert "1 weights are not in the checkpoint" in de.open(str(folder)).model.notices[0]
+    with pytest.raises(
+        de.NoForward, match=r"19 of 20 tensors found: 1 weight would be made at random, first model\.norm\.weight"
+    ):
+        de.open(str(folder))
+    session = de.open(str(folder), options=de.Options(random_weights=True))
+    assert "1 weights are not in the checkpoint" in session.model.notices[0]
+    coverage = session.drift().coverage
+    assert coverage is not None
+    assert coverage.missing == ("model.norm.weight",)
 
 
 def test_an_architecture_that_is_not_known(make_llama: Callable[..., Path]) -> None:

@@ -1,0 +1,295 @@
+"""The check of a checkpoint as a whole. Headers and scales are read, and values only on request; torch is not imported."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired
+from dtype_engine.checkpoint.check.values import count_scales, find_bad_values, same_bytes
+from dtype_engine.checkpoint.checkpoint import Checkpoint
+from dtype_engine.checkpoint.modeling_source import foreign_prefix, kept_in_float32
+from dtype_engine.checkpoint.packed_weights import (
+    BNB_4BIT,
+    COMFY,
+    COMPRESSED,
+    GPT_OSS,
+    GPTQ,
+    HQQ,
+    MLX,
+    SCALED,
+    TORCHAO,
+    PackedWeight,
+    names_of_parts,
+    packed_weights,
+    quantized_parts,
+)
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core import dtypes
+from dtype_engine.core.fused import fused_groups
+from dtype_engine.core.text import printable
+from dtype_engine.results.check import CheckReport, Finding
+from dtype_engine.results.coverage import Coverage
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being read, the part done and the whole."""
+_SCALE_PARTS = ("_scale_2", "_global_scale", "_weight_per_tensor_scale", ".nested_absmax")
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
+_HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
+
+
+def _ignore(what: str, done: int, total: int) -> None:
+    pass
+
+
+def check(
+    checkpoint: Checkpoint,
+    title: str,
+    against: Checkpoint | None = None,
+    against_title: str = "",
+    values: bool = False,
+    progress: Progress = _ignore,
+) -> CheckReport:
+    """Look for what is wrong with a checkpoint.
+
+    against: what it was made from, whose tensors it should have. values: also read the values of all tensors. Raises UserError for
+    a file that can't be read.
+    """
+    started = time.perf_counter()
+    tensors, config = checkpoint.foreign, checkpoint.config or {}
+    weights = packed_weights(tensors)
+    parts = names_of_parts(weights, tensors)
+    findings = [*_of_index(checkpoint), *_of_prefix(checkpoint)]
+    findings += find_unpaired(tensors, weights, parts)
+    findings += find_misshapen(tensors, weights, config)
+    scales, of_scales = _of_scales(checkpoint, weights, progress)
+    findings += of_scales
+    known = quantized_parts(tensors, config)
+    plain = {
+        name: tensor for name, tensor in tensors.items() if name not in known and tensor.dtype in dtypes.COMPUTE_DTYPES
+    }
+    broken = {finding.tensor.rpartition(".")[0] for finding in findings}
+    findings += _of_siblings(checkpoint, weights, broken)
+    findings += _of_dtypes(plain, config)
+    findings += _of_ties(checkpoint, config)
+    read = None
+    if values:
+        read, of_values = _of_values(checkpoint, plain.keys() | {weight.codes for weight in weights}, progress)
+        findings += of_values
+    if against is not None:
+        findings += _against(checkpoint, weights, parts, against)
+    return CheckReport(
+        model=title,
+        tensors=len(checkpoint.tensors),
+        files=len(checkpoint.files),
+        scales=scales,
+        values=read,
+        seconds=time.perf_counter() - started,
+        findings=tuple(findings),
+        unchecked=_unchecked(checkpoint, values),
+        against=against_title if against is not None else None,
+        coverage=checkpoint.index.coverage if checkpoint.index is not None else None,
+    )
+
+
+def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
+    """What the files lack of an architecture, and have beside it."""
+    missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
+    unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
+    return (*missing, *unused)
+
+
+def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
+    said = []
+    if checkpoint.form in ("pickle", "gguf"):
+        what = "pickles" if checkpoint.form == "pickle" else "GGUF files"
+        said.append(f"scales and values of {what} are not read")
+    if not values and checkpoint.form not in ("pickle", "gguf"):
+        said.append("values: --values reads them for NaN, infinities and constants")
+    return tuple(said)
+
+
+def _of_index(checkpoint: Checkpoint) -> Iterator[Finding]:
+    index = checkpoint.index
+    if index is None:
+        return
+    for name, file in index.missing:
+        yield Finding("missing-tensor", name, f"should be in {printable(file)} by the index, and is in no file", file)
+    for left_out in index.left_out:
+        what = f"has {len(left_out.tensors):,} tensors that no file of the index has, first {printable(left_out.tensors[0])}"
+        yield Finding("left-out-file", left_out.name, what, left_out.name)
+    for name, file, holder in index.moved:
+        yield Finding(
+            "index-entry", name, f"should be in {printable(file)} by the index, and {printable(holder)} has it", holder
+        )
+    for name in index.unnamed:
+        yield Finding("index-entry", name, "is in a file and not in the index", checkpoint.tensors[name].file.name)
+
+
+def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
+    if prefix := foreign_prefix(checkpoint.weights, checkpoint.config):
+        what = f"begins the names of all {len(checkpoint.tensors):,} tensors, and {checkpoint.config['model_type']} has none there"  # type: ignore[index]
+        yield Finding("foreign-prefix", prefix, what)
+
+
+def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
+    """How many tensors of scales were read, and those among them that can't be right."""
+    tensors = checkpoint.tensors
+    wanted: dict[str, tuple[bool, bool, bool]] = {}
+    for weight in weights:
+        layout, scale = weight.layout, tensors[weight.scale]
+        exponents = scale.dtype == "uint8" and layout in (COMPRESSED, SCALED, GPT_OSS, MLX)
+        signed = layout in (MLX, HQQ, GPTQ)
+        padded = layout in (TORCHAO, COMFY, BNB_4BIT) or weight.stem.rpartition(".")[0] + ".comfy_quant" in tensors
+        if scale.dtype != "uint8" or exponents:
+            wanted[weight.scale] = exponents, signed, padded
+        for suffix in _SCALE_PARTS:
+            if weight.part(suffix) in tensors:
+                wanted[weight.part(suffix)] = False, False, padded
+    for own in checkpoint.quantized.values():
+        for suffix, part in own.parts.items():
+            if suffix in ("_scale", "_scale_inv", "_global_scale"):
+                wanted[part.name] = part.dtype == "uint8", False, True
+    findings, read = [], 0
+    for done, (name, (exponents, signed, zeros)) in enumerate(wanted.items()):
+        counted = count_scales(tensors[name], exponents)
+        progress("scales", done + 1, len(wanted))
+        if counted is None:
+            continue
+        read += 1
+        zero, negative = (0 if zeros else counted.zero), (0 if signed else counted.negative)
+        elements = 1
+        for extent in tensors[name].shape:
+            elements *= extent
+        if text := type(counted)(counted.nan, counted.infinite, zero, negative).text(elements):
+            findings.append(Finding("scale-values", name, text, tensors[name].file.name))
+    return read, findings
+
+
+def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
+    """Fused siblings in several formats, at least one of them quantised, and those with several scales of the tensor.
+
+    broken: modules of which something is reported already, and whose siblings differ for that reason.
+    """
+    tensors = checkpoint.tensors
+    formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
+    by_name: dict[str, PackedWeight] = {}
+    for weight in weights:
+        if weight.layout is MLX or f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
+            return  # MLX and ComfyUI fuse nothing, and mix formats on purpose
+        name = (
+            weight.stem.removesuffix(".")
+            if weight.stem.endswith(".weight")
+            else f"{weight.stem.removesuffix('.')}.weight"
+        )
+        by_name[name] = weight
+        formats[name] = f"{tensors[weight.codes].dtype} with {tensors[weight.scale].dtype} scales"
+    formats |= {name: weight.dtype for name, weight in checkpoint.quantized.items()}
+    quantised = by_name.keys() | checkpoint.quantized.keys()
+    for group in fused_groups(formats):
+        if not broken.isdisjoint(name.removesuffix(".weight") for name in group):
+            continue
+        held = dict.fromkeys(formats[name] for name in group)
+        if len(held) > 1 and not quantised.isdisjoint(group):
+            what = ", ".join(f"{name.rpartition('.weight')[0].rpartition('.')[2]} {formats[name]}" for name in group)
+            yield Finding("mixed-siblings", group[0].removesuffix(".weight").rpartition(".")[0], what)
+            continue
+        for suffix in ("_global_scale", "_scale_2"):
+            parts = [tensors.get(by_name[name].part(suffix)) for name in group if name in by_name]
+            present = [part for part in parts if part is not None]
+            if len(present) == len(group) and any(same_bytes(present[0], part) is False for part in present[1:]):
+                layers = (part.name.rpartition(".")[0].rpartition(".")[2] for part in present)
+                what = f"{', '.join(map(printable, layers))} have several {suffix[1:]}"
+                yield Finding("sibling-scales", group[0].removesuffix(".weight").rpartition(".")[0], what)
+
+
+def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Whether the declared dtype is that of any weight, and whether float32 islands are stored so."""
+    key = "dtype" if "dtype" in config else "torch_dtype"
+    declared = str(config.get(key) or "").removeprefix("torch.")
+    stored = Counter(tensor.dtype for tensor in plain.values())
+    if declared in dtypes.COMPUTE_DTYPES and stored and declared not in stored:
+        (most, count), *_ = stored.most_common(1)
+        yield Finding(
+            "declared-dtype", key, f"is {declared}, and {count:,} of {len(plain):,} tensors are {most}", "config.json"
+        )
+    kept = kept_in_float32(config)
+    for name, tensor in plain.items():
+        words = set(name.split("."))
+        always, in_half = words & kept.always, words & kept.in_float16
+        if tensor.dtype in ("bfloat16", "float16") and (always or (in_half and tensor.dtype == "float16")):
+            what = f"is {tensor.dtype}, and the architecture keeps {', '.join(sorted(always | in_half))} in float32"
+            yield Finding("float32-island", name, what, tensor.file.name)
+
+
+def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Finding]:
+    if config.get("tie_word_embeddings") is not True:
+        return
+    tensors = checkpoint.weights
+    heads = [name for name in tensors if name.endswith(_HEADS)]
+    embeddings = [name for name in tensors if name.endswith(_EMBEDDINGS)]
+    if len(heads) == 1 and len(embeddings) == 1 and heads[0] not in checkpoint.aliases:
+        head, embedding = tensors[heads[0]], tensors[embeddings[0]]
+        if head.shape == embedding.shape and same_bytes(head, embedding) is False:
+            what = f"differs from {printable(embeddings[0])}, to which config.json ties it"
+            yield Finding("tie-differs", heads[0], what, head.file.name)
+
+
+def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
+    """How many tensors were read, and those with values that are not finite, or, among `weights`, with one value only."""
+    whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
+    findings = []
+
+    def on_bytes(count: int) -> None:
+        nonlocal done
+        done += count
+        progress("values", done, whole)
+
+    for name, tensor in checkpoint.tensors.items():
+        found = find_bad_values(tensor, on_bytes)
+        if found is None:
+            continue
+        read += 1
+        bad, constant = found
+        if bad:
+            findings.append(Finding("not-finite", name, f"has {bad:,} values that are not finite", tensor.file.name))
+        elif constant and name in weights and sum(extent > 1 for extent in tensor.shape) > 1:
+            findings.append(Finding("constant", name, "has one value in all its elements", tensor.file.name))
+    return read, findings
+
+
+def _against(
+    checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
+) -> Iterator[Finding]:
+    """The tensors of the source that this checkpoint lacks, has in another shape, or has beside them."""
+    of_weights = {_weight_name(weight) for weight in weights} | checkpoint.quantized.keys()
+    source = {_weight_name(weight) for weight in packed_weights(against.foreign)}
+    theirs = names_of_parts(packed_weights(against.foreign), against.foreign)
+    source |= {name for name in against.weights if name not in theirs}
+    here = {name for name in checkpoint.weights if name not in parts} | of_weights
+    for name in source - here:
+        file = against.weights[name].file.name if name in against.weights else ""
+        yield Finding("against-missing", name, f"is in the source{f', in {printable(file)}' if file else ''}")
+    for name, tensor in against.weights.items():
+        mine = checkpoint.weights.get(name)
+        if (
+            name in here
+            and mine is not None
+            and name not in parts
+            and name not in theirs
+            and mine.shape != tensor.shape
+        ):
+            what = f"is {list(mine.shape)}, and {list(tensor.shape)} in the source"
+            yield Finding("against-shape", name, what, mine.file.name)
+    known = quantized_parts(checkpoint.foreign, checkpoint.config)
+    for name in here - source:
+        if name not in known:
+            yield Finding("against-new", name, "is not in the source")
+
+
+def _weight_name(weight: PackedWeight) -> str:
+    """The name that the plain weight has: `x.weight` of `x.weight` and `x.weight_packed`, of `x.qweight` and `x.weight._data`."""
+    stem = weight.stem.removesuffix(".")
+    return stem if not weight.stem.endswith(".") else f"{stem}.weight"

@@ -1,0 +1,216 @@
+"""Whether the parts of quantised weights are all there, belong to codes, and have the shapes that their blocks ask for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any
+
+from dtype_engine.checkpoint.packed_weights import (
+    BLOCK_SCALED,
+    BNB_4BIT,
+    BNB_8BIT,
+    COMFY,
+    COMPRESSED,
+    DEEPSEEK_V4,
+    GPT_OSS,
+    GPTQ,
+    HQQ,
+    MLX,
+    QUANTO,
+    SCALED,
+    TORCHAO,
+    Layout,
+    PackedWeight,
+)
+from dtype_engine.checkpoint.parameter_counts import integer_schemes
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core.text import printable
+from dtype_engine.results.check import Finding
+
+Tensors = Mapping[str, CheckpointTensor]
+Shape = tuple[int, ...]
+
+_ORPHANS = {
+    "_scale_inv": "", "weight_scale": "weight", "weight_scale_2": "weight", "weight_global_scale": "weight_packed",
+    ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
+    "weight._scale": "weight._data", ".scale_weight": ".weight",
+}  # fmt: skip
+"""How the names of parts end that no plain tensor has, and what stands in that place in the name of the codes."""
+_BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
+    """Codes without scales or without another part that they need, and scales without codes.
+
+    weights: those whose codes and scales are both there. parts: the names of all their parts.
+    """
+    for weight in weights:
+        for suffix in _needed(weight, tensors):
+            if weight.part(suffix) not in tensors:
+                yield _finding("missing-part", weight.codes, tensors, f"has no {printable(weight.part(suffix))}")
+    usual = Counter((tensors[weight.codes].dtype, weight.layout) for weight in weights)
+    by_dtype: dict[str, Layout] = {}
+    for (dtype, layout), _ in usual.most_common():
+        by_dtype.setdefault(dtype, layout)
+    lost: set[str] = set()
+    for name, tensor in tensors.items():
+        if name in parts:
+            continue
+        usual_layout = by_dtype.get(tensor.dtype) if len(tensor.shape) > 1 else None
+        codes = _codes_alone(name, tensor) or usual_layout
+        if codes is None or not name.endswith(codes.codes or ".weight"):
+            continue
+        scale = name[: len(name) - len(codes.codes)] + codes.scale
+        if scale not in tensors:
+            lost.add(name)
+            yield _finding("missing-part", name, tensors, f"holds {tensor.dtype} codes and has no {printable(scale)}")
+    reported = {name.rpartition(".")[0] for name in lost}
+    for name, tensor in tensors.items():
+        module = name.rpartition(".")[0]
+        if name in parts or module in reported:
+            continue
+        end = next((end for end in _ORPHANS if name.endswith(end)), None)
+        if end is not None:
+            codes_name = name.removesuffix(end) + _ORPHANS[end]
+            held = f"{tensors[codes_name].dtype} and no codes" if codes_name in tensors else "not there"
+            yield _finding("orphan-part", name, tensors, f"belongs to {printable(codes_name)}, which is {held}")
+            reported.add(module)
+        elif tensor.dtype == "float8_e8m0fnu":
+            yield _finding("orphan-part", name, tensors, "holds exponents of two (E8M0) and belongs to no codes")
+            reported.add(module)
+
+
+def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
+    """The suffixes of the parts that a weight needs beside codes and scales."""
+    codes, scale = tensors[weight.codes], tensors[weight.scale]
+    nvfp4 = codes.dtype == "uint8" and scale.dtype == "float8_e4m3fn"
+    if weight.layout is COMPRESSED:
+        return ("_shape",) if codes.dtype == "int32" else ("_global_scale",) if nvfp4 else ()
+    if weight.layout is SCALED:
+        return ("_scale_2",) if nvfp4 else ()
+    if weight.layout is GPTQ:
+        return ("qzeros",)
+    if weight.layout is BNB_4BIT:
+        return (".quant_map", *((".nested_absmax", ".nested_quant_map") if scale.dtype == "uint8" else ()))
+    return ()
+
+
+def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
+    """The layout of codes whose name says what they are."""
+    return next(
+        (
+            layout
+            for layout in (COMPRESSED, GPTQ, HQQ, TORCHAO, QUANTO, GPT_OSS)
+            if name.endswith(layout.codes) and tensor.dtype in layout.dtypes
+        ),
+        None,
+    )
+
+
+def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Parts whose shapes do not fit their codes."""
+    for weight in weights:
+        codes, scale = tensors[weight.codes], tensors[weight.scale]
+        expected = _scale_shapes(weight, codes.shape, scale.shape, tensors, config)
+        if expected and scale.shape not in expected:
+            wanted = " or ".join(str(list(shape)) for shape in expected[:3])
+            what = f"is {list(scale.shape)}, where the codes {list(codes.shape)} ask for {wanted}"
+            yield _finding("part-shape", weight.scale, tensors, what)
+        for suffix, shape in _other_shapes(weight, codes.shape, scale.shape):
+            part = tensors.get(weight.part(suffix))
+            if part is not None and part.shape != shape:
+                what = f"is {list(part.shape)}, where its weight asks for {list(shape)}"
+                yield _finding("part-shape", part.name, tensors, what)
+
+
+def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
+    """The rows and columns of a block by `quantization_config`; 128 x 128, as everybody has them, where it does not say."""
+    declared = config.get("quantization_config")
+    declared = declared if isinstance(declared, Mapping) else {}
+    found = declared.get("weight_block_size")
+    groups = declared.get("config_groups")
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and weights.get("block_structure"):
+            found = weights["block_structure"]
+    if isinstance(found, list) and len(found) == 2 and all(type(size) is int and size > 0 for size in found):
+        return found[0], found[1]
+    return 128, 128
+
+
+def _scale_shapes(
+    weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
+) -> tuple[Shape, ...]:
+    """The shapes that the scales of a weight may have; () where the layout leaves that open."""
+    if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
+        return ()  # these are in the order of the tensor cores, and padded
+    layout, held, block = weight.layout, tensors[weight.codes].dtype, _declared_block(config)
+    if layout is GPT_OSS:
+        return (codes[:-1],)
+    if layout is BNB_8BIT:
+        return (codes[:1],)
+    if layout is COMFY:
+        return ((), (1,), codes[:1], (*codes[:1], 1))
+    if layout is BNB_4BIT:
+        return tuple((-(-2 * prod(codes) // size),) for size in _BNB_BLOCKS)
+    if len(codes) < 2:
+        return ()
+    *front, rows, columns = codes
+    if layout is BLOCK_SCALED or (layout is DEEPSEEK_V4 and held != "int8"):
+        return ((*front, -(-rows // block[0]), -(-columns // block[1])),)
+    if layout is DEEPSEEK_V4:
+        return ((*front, rows, 2 * columns // 32),)
+    if layout is MLX:
+        groups = scale[-1] if scale else 0
+        fits = groups > 0 and 32 * columns % groups == 0
+        return ((*front, rows, groups),) if fits else ((*front, rows, columns // 8 or 1),)
+    if layout is COMPRESSED:
+        if held == "uint8" and tensors[weight.scale].dtype == "float8_e4m3fn":
+            return ((*front, rows, -(-2 * columns // 16)),)
+        if held == "uint8":  # values of four bits, or of six
+            return tuple((*front, rows, -(-values // 32)) for values in (2 * columns, 4 * columns // 3))
+        counts = {
+            -(-(32 * columns // bits) // size) if size and size > 0 else 1 for bits, size in integer_schemes(config)
+        }
+        return tuple((*front, rows, count) for count in sorted(counts)) or ((*front, rows, scale[-1] if scale else 1),)
+    if layout is SCALED:
+        if held == "uint8":
+            return () if scale[:1] == (2 * rows,) else ((*front, rows, 2 * columns // 16),)
+        if tensors[weight.scale].dtype == "uint8":
+            return ((*front, rows, -(-columns // 32)),)
+        blocks = (*front, -(-rows // block[0]), -(-columns // block[1]))
+        return ((*front, rows, 1), (), (1,), (rows,), (*front, 1, 1), blocks)
+    if layout is GPTQ:
+        return _gptq_shapes(weight, codes, tensors, config)
+    return ()
+
+
+def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
+    """The shape that the scales of GPTQ, whose codes are packed along the inputs, or of AWQ, along the outputs, have."""
+    declared = config.get("quantization_config")
+    declared = declared if isinstance(declared, Mapping) else {}
+    bits, size = declared.get("bits"), declared.get("group_size")
+    zeros = tensors.get(weight.part("qzeros"))
+    if zeros is None or type(bits) is not int or type(size) is not int or bits < 1:
+        return ()
+    awq = zeros.shape[-1:] == codes[-1:]
+    inputs, outputs = (codes[0], codes[1] * 32 // bits) if awq else (codes[0] * 32 // bits, codes[1])
+    return ((-(-inputs // size) if size > 0 else 1, outputs),)
+
+
+def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
+    """The further parts of a weight whose shapes are known, by their suffixes."""
+    if weight.layout is MLX:
+        yield "biases", scale
+        yield "qbiases", scale
+    elif weight.layout is HQQ:
+        yield "zero", scale
+    elif weight.layout is COMPRESSED:
+        yield "_shape", (2,)
+        yield "_global_scale", (1,)
+
+
+def _finding(kind: str, name: str, tensors: Tensors, what: str) -> Finding:
+    return Finding(kind, name, what, tensors[name].file.name)

@@ -1,0 +1,128 @@
+"""What the bytes of tensors hold, read in pieces: scales that can't be right, values that are not finite, constants, equality."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor
+from dtype_engine.core import dtypes
+from dtype_engine.core.regular_files import open_regular, reading
+
+if TYPE_CHECKING:
+    import numpy
+
+    Codes = numpy.ndarray[Any, numpy.dtype[Any]]
+
+_PIECE = 16 << 20
+"""Bytes that are held of a tensor at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleCounts:
+    """How many scales of a tensor can't be right."""
+
+    nan: int = 0
+    infinite: int = 0
+    zero: int = 0
+    negative: int = 0
+
+    def text(self, elements: int) -> str:
+        """`holds 128 scales, of which 3 are NaN and 1 is zero`; "" where all are right."""
+        named = {"NaN": self.nan, "infinite": self.infinite, "zero": self.zero, "negative": self.negative}
+        parts = [f"{count:,} {'is' if count == 1 else 'are'} {name}" for name, count in named.items() if count]
+        return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""
+
+
+def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
+    """The bytes of a range in a file, in pieces. Raises UserError where the file can't be read, or ends before the range does."""
+    with reading(where.file), open_regular(where.file) as file:
+        file.seek(where.start)
+        left = where.nbytes
+        while left > 0:
+            piece = file.read(min(nbytes, left))
+            if not piece:
+                raise OSError(f"ends {left} bytes early")
+            left -= len(piece)
+            yield piece
+
+
+def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
+    """Count the scales of a tensor that are NaN, infinite, zero or negative; None for a tensor whose bytes can't be read as values.
+
+    exponents: bytes are exponents of two (E8M0), of which 255 is NaN.
+    """
+    import numpy as np
+
+    where = tensor.bytes
+    if where is None:
+        return None
+    total = np.zeros(4, np.int64)
+    for piece in pieces(where):
+        if exponents or tensor.dtype == "float8_e8m0fnu":
+            total[0] += int((np.frombuffer(piece, np.uint8) == 255).sum())
+            continue
+        if (split := _split(piece, tensor.dtype)) is None:
+            return None
+        magnitude, sign, largest = split
+        total += [
+            int((magnitude > largest).sum()),
+            int((magnitude == largest).sum()) if _has_infinity(tensor.dtype) else 0,
+            int((magnitude == 0).sum()),
+            int((sign & (magnitude > 0) & (magnitude <= largest)).sum()),
+        ]
+    return ScaleCounts(*(int(each) for each in total))
+
+
+def _has_infinity(dtype: str) -> bool:
+    return dtype in dtypes.COMPUTE_DTYPES or dtype == "float8_e5m2"
+
+
+def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
+    """The codes of floating-point values without their sign, the signs, and the code above which all are NaN: that of infinity, or
+    of the largest finite value where a dtype has no infinities. None for a dtype that holds no such values.
+    """
+    import numpy as np
+
+    row = dtypes.BY_NAME.get(dtype)
+    if row is None or not (_has_infinity(dtype) or dtype == "float8_e4m3fn"):
+        return None
+    codes = np.frombuffer(piece, np.dtype(f"<u{row.bits // 8}"))
+    top = codes.dtype.type(1 << (row.bits - 1))
+    largest = ((1 << row.exponent) - 1) << row.mantissa if _has_infinity(dtype) else 0x7E
+    return codes & (top - codes.dtype.type(1)), codes >= top, largest
+
+
+def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
+    """How many values of a tensor are not finite, and whether all of them are equal; None for a tensor whose bytes can't be read as
+    values.
+
+    on_bytes: called with the bytes of each piece.
+    """
+    import numpy as np
+
+    where, row = tensor.bytes, dtypes.BY_NAME.get(tensor.dtype)
+    if where is None or row is None or row.bits < 8 or not where.nbytes:
+        return None
+    width = row.bits // 8
+    bad, first, constant = 0, b"", True
+    for piece in pieces(where):
+        if (split := _split(piece, tensor.dtype)) is not None:
+            magnitude, _, largest = split
+            bad += int((magnitude >= largest).sum() if _has_infinity(tensor.dtype) else (magnitude > largest).sum())
+        first = first or piece[:width]
+        if constant:
+            values = np.frombuffer(piece, np.dtype(f"V{width}"))
+            constant = bool((values.view(np.uint8).reshape(-1, width) == np.frombuffer(first, np.uint8)).all())
+        on_bytes(len(piece))
+    return bad, constant
+
+
+def same_bytes(one: CheckpointTensor, other: CheckpointTensor) -> bool | None:
+    """Whether two tensors are the same: dtype, shape and every bit; None where their bytes can't be read."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    if one.bytes is None or other.bytes is None:
+        return None
+    return all(left == right for left, right in zip(pieces(one.bytes), pieces(other.bytes), strict=True))

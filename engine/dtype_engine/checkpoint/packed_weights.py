@@ -1,0 +1,215 @@
+"""Weights that other programs quantised: which tensors of a file make one of them, and why a cast can't touch these tensors.
+
+A layout is recognised by the names that a program gives to the parts of a weight, and by the dtype of its codes. Sources of the
+names: AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and
+the checkpoints of DeepSeek and gpt-oss as transformers 5.23 loads them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from dtype_engine.core import dtypes
+
+_FP8 = frozenset({"float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"})
+_BYTES = frozenset({"int8", "uint8"})
+_WORDS = frozenset({"int32", "uint32"})
+_CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
+_SCALE_WORD = re.compile(r"scale|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$")
+"""A local name that says that a tensor belongs to the codes of its module."""
+
+
+class Stored(Protocol):
+    """The dtype and the shape of a tensor in a file."""
+
+    @property
+    def dtype(self) -> str:
+        """The dtype by torch's name."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one program names the tensors of a quantised weight. Each name is a stem and one of these suffixes."""
+
+    what: str
+    """Completes "a weight that is ..."."""
+    codes: str
+    scale: str
+    """The scales without which the codes mean nothing."""
+    dtypes: frozenset[str]
+    """The dtypes that codes have. A tensor of another dtype under the same name is a plain weight."""
+    more: tuple[str, ...] = ()
+    """Further parts, of which a weight has some or none."""
+    beside: tuple[str, ...] = ()
+    """Further parts whose names follow that of the module, not the stem."""
+    alone: tuple[str, ...] = ()
+    """Suffixes that no plain tensor has, so that one of them is a part even where the others are missing."""
+
+
+BLOCK_SCALED = Layout(
+    "fp8 with block scales (DeepSeek)", "", "_scale_inv", _FP8, beside=("activation_scale", "input_scale"),
+    alone=("weight_scale_inv",),
+)  # fmt: skip
+COMPRESSED = Layout(
+    "packed by compressed-tensors", "_packed", "_scale", _BYTES | _WORDS,
+    ("_shape", "_zero_point", "_g_idx", "_global_scale"), ("input_global_scale",), ("weight_packed",),
+)  # fmt: skip
+SCALED = Layout(
+    "quantised with scales (compressed-tensors)", "", "_scale", _FP8 | _BYTES,
+    ("_zero_point", "_scale_2", "_offset", "_shape"),
+    ("input_scale", "output_scale", "input_zero_point", "input_offset", "pre_quant_scale", "deq_scale", "quant_bias",
+     "comfy_quant"),
+)  # fmt: skip
+BNB_4BIT = Layout(
+    "4-bit by bitsandbytes", "", ".absmax", frozenset({"uint8"}),
+    (".quant_map", ".nested_absmax", ".nested_quant_map", ".quant_state.bitsandbytes__nf4",
+     ".quant_state.bitsandbytes__fp4"),
+    alone=(".absmax", ".quant_map"),
+)  # fmt: skip
+BNB_8BIT = Layout("int8 by bitsandbytes", "weight", "SCB", frozenset({"int8"}), ("weight_format",), alone=(".SCB",))
+GPTQ = Layout(
+    "packed by GPTQ or AWQ", "qweight", "scales", _WORDS, ("qzeros", "g_idx", "bias_scales"),
+    alone=(".qweight", ".qzeros"),
+)  # fmt: skip
+HQQ = Layout(
+    "packed by HQQ", "W_q", "scale", _BYTES | _WORDS,
+    ("zero", "meta", "axis", "channel_wise", "compute_dtype", "encoded_state_dict", "group_size", "nbits", "offload_meta",
+     "optimize", "packing", "quant_scale", "quant_zero", "round_zero", "shape", "stores_quant_config", "unpack_view_dtype",
+     "view_as_float"),
+    alone=(".W_q",),
+)  # fmt: skip
+MLX = Layout("packed by MLX", "weight", "scales", frozenset({"uint32"}), ("biases", "qbiases"))
+DEEPSEEK_V4 = Layout("fp4 or fp8 with block scales (DeepSeek-V4)", "weight", "scale", _FP8 | {"int8"})
+GPT_OSS = Layout("MXFP4 (gpt-oss)", "_blocks", "_scales", frozenset({"uint8"}))
+TORCHAO = Layout(
+    "quantised by torchao", "_weight_qdata", "_weight_scale", _CODES, ("_weight_zero_point", "_weight_per_tensor_scale"),
+    alone=("._weight_qdata",),
+)  # fmt: skip
+QUANTO = Layout(
+    "quantised by optimum-quanto", "._data", "._scale", _FP8 | _BYTES, ("._shift",), ("input_scale", "output_scale"),
+    ("weight._data",),
+)  # fmt: skip
+COMFY = Layout(
+    "fp8 with scales (ComfyUI)", "weight", "scale_weight", _FP8, ("scale_input",), alone=(".scale_weight", "scaled_fp8")
+)
+LAYOUTS = (
+    BLOCK_SCALED,
+    COMPRESSED,
+    SCALED,
+    BNB_4BIT,
+    BNB_8BIT,
+    GPTQ,
+    HQQ,
+    MLX,
+    DEEPSEEK_V4,
+    GPT_OSS,
+    TORCHAO,
+    QUANTO,
+    COMFY,
+)
+_SCALE_ENDS = tuple({layout.scale for layout in LAYOUTS})
+_ALONE_ENDS = tuple(end for layout in LAYOUTS for end in layout.alone)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight that another program quantised, as the names of its tensors in the file."""
+
+    layout: Layout
+    stem: str
+
+    @property
+    def codes(self) -> str:
+        """The name of its codes."""
+        return self.stem + self.layout.codes
+
+    @property
+    def scale(self) -> str:
+        """The name of its scales."""
+        return self.stem + self.layout.scale
+
+    def part(self, suffix: str) -> str:
+        """The name of a further part of it."""
+        return self.stem + suffix
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name that a part of it may have."""
+        module = self.stem[: self.stem.rfind(".") + 1]
+        more = (self.stem + suffix for suffix in self.layout.more)
+        return (self.codes, self.scale, *more, *(module + local for local in self.layout.beside))
+
+
+def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
+    """The weights among these tensors whose codes and scales are both there."""
+    found = []
+    for name in tensors:
+        if not name.endswith(_SCALE_ENDS):
+            continue
+        for layout in LAYOUTS:
+            if not name.endswith(layout.scale):
+                continue
+            stem = name[: -len(layout.scale)]
+            codes = tensors.get(stem + layout.codes)
+            if codes is not None and codes.dtype in layout.dtypes and stem + layout.codes != name:
+                found.append(PackedWeight(layout, stem))
+                break
+    return found
+
+
+def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """For every tensor that is part of a weight that another program quantised, why it is never cast."""
+    described = declared_scheme(config)
+    found: dict[str, str] = {}
+    for weight in packed_weights(tensors):
+        why = f"part of a weight that is {described or weight.layout.what}"
+        found |= {name: why for name in weight.names if name in tensors}
+    in_module: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if name in found:
+            continue
+        if name.endswith(_ALONE_ENDS):
+            layout = next(each for each in LAYOUTS if each.alone and name.endswith(each.alone))
+            found[name] = f"part of a weight that is {described or layout.what}"
+        elif tensor.dtype == "float8_e8m0fnu":
+            found[name] = "holds exponents of two (E8M0), which are the scales of a quantised weight"
+        elif tensor.dtype in _CODES and len(tensor.shape) > 1:
+            in_module.setdefault(name.rpartition(".")[0], []).append(name)
+    for name in tensors:
+        module, _, local = name.rpartition(".")
+        if module in in_module and name not in found and _SCALE_WORD.search(local):
+            codes = in_module[module][0]
+            held = dtypes.short_name(tensors[codes].dtype)
+            found[name] = f"belongs to {codes.rpartition('.')[2]} by its name, which holds {held} codes"
+    return found
+
+
+def declared_method(config: Mapping[str, Any] | None) -> str | None:
+    """The `quant_method` of a configuration; None where it names none."""
+    declared = (config or {}).get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    return str(method) if method else None
+
+
+def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
+    """What `quantization_config` declares, as it completes "a weight that is ..."; None where it declares no method."""
+    method = declared_method(config)
+    if method is None:
+        return None
+    declared = (config or {})["quantization_config"]
+    bits = declared.get("bits") or (4 if declared.get("load_in_4bit") else 8 if declared.get("load_in_8bit") else None)
+    if method == "fp8" and declared.get("weight_block_size"):
+        return "fp8 with block scales"
+    return f"quantised by {method}" + (f", {bits} bit" if isinstance(bits, int) else "")
+
+
+def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
+    """The names of all parts of these weights that the file has."""
+    return {name for weight in weights for name in weight.names if name in tensors}

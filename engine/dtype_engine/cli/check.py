@@ -1,0 +1,72 @@
+"""`dtype-engine check`: what is wrong with a checkpoint, without loading it."""
+
+from __future__ import annotations
+
+import click
+
+from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.program import answer, print_json, say, say_share
+from dtype_engine.cli.request import RunRequest
+from dtype_engine.core.errors import UserError
+from dtype_engine.results.as_json import as_json
+
+NO = 1
+_MOST_TENSORS = 10_000
+"""Up to so many a comparison with the architecture takes seconds, most of them to import torch."""
+
+
+@click.command(cls=ModelCommand, rules=False, runs=False)
+@click.option(
+    "--against", metavar="SOURCE", help="Also compare names and shapes with the checkpoint that it was made from."
+)
+@click.option(
+    "--values", is_flag=True, help="Also read all values: those that are not finite, matrices with one value only."
+)
+@click.option(
+    "--modules/--no-modules",
+    default=None,
+    help="Compare with the modules of the architecture, which imports torch; by default up to 10,000 tensors.",
+)
+@click.option("--sarif", is_flag=True, help="Print the findings in SARIF 2.1.0.")
+@json_option
+def check(
+    request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
+) -> int:
+    """Look for what is wrong with a checkpoint, by its headers and scales: parts of quantised weights that are missing, do not fit
+    or hold NaN, tensors that are missing, dtypes that disagree.
+
+    Exit status 1 when anything is found.
+    """
+    from dtype_engine.checkpoint.check import check as look
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.core.gc_pause import gc_paused
+
+    if sarif and as_object:
+        raise UserError("--sarif and --json are two forms of one answer: give one of them")
+    source = request.locate()
+    with gc_paused():
+        checkpoint = source.open()
+        if checkpoint is None:
+            raise UserError(f"{source.title} is code: check reads checkpoints, so name the file of its weights")
+        other = locate(against, request.options.trust_pickle, request.options.download) if against is not None else None
+        of_source = other.open() if other is not None else None
+        if other is not None and of_source is None:
+            raise UserError(f"--against {other.title} is code: name a checkpoint")
+
+        def on_progress(what: str, done: int, total: int) -> None:
+            say_share(f"reading {what}", done, total)
+
+        title = other.title if other is not None else ""
+        report = look(checkpoint, source.title, of_source, title, values, on_progress)
+    if modules if modules is not None else len(checkpoint.tensors) <= _MOST_TENSORS:
+        from dtype_engine.runtime.model.check_architecture import with_architecture
+
+        report = with_architecture(report, source, request.options, checkpoint)
+    say("")
+    from dtype_engine.reports.text_check import check_sarif, check_text
+
+    if sarif or as_object:
+        print_json(check_sarif(report) if sarif else as_json(report))
+    else:
+        answer(check_text(report))
+    return NO if report.findings else 0

@@ -1,0 +1,75 @@
+"""The check of a checkpoint as text, and as SARIF, which code hosts and editors show beside files."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural, seconds_text
+from dtype_engine.core.version import __version__
+from dtype_engine.results.check import KINDS, CheckReport, Finding
+
+SHOWN = 20
+"""Findings of one kind that text shows."""
+
+
+def check_text(report: CheckReport) -> str:
+    """What was found, kind by kind, with why it matters."""
+    share = f"; {report.coverage}" if report.coverage is not None else ""
+    read = [plural(report.tensors, "header"), plural(report.scales, "tensor") + " of scales"]
+    read += [f"the values of {plural(report.values, 'tensor')}"] if report.values is not None else []
+    lines = [f"model      {report.model}{share}", f"checked    {', '.join(read)}, in {seconds_text(report.seconds)}"]
+    lines += [f"against    {report.against}"] if report.against is not None else []
+    lines += [f"unchecked  {sentence}" for sentence in report.unchecked]
+    for kind, found in by_kind(report).items():
+        row = KINDS[kind]
+        lines += ["", f"{len(found):,} x {kind}: {row.title}", f"  why   {row.why}"]
+        lines += [f"  seen  {', '.join(row.seen)}"] if row.seen else []
+        lines += [f"    {printable(each.tensor)} {printable(each.what, 1000)}" for each in found[:SHOWN]]
+        lines += [f"    and {len(found) - SHOWN:,} more"] if len(found) > SHOWN else []
+    lines += ["", plural(len(report.findings), "finding")] if report.findings else ["nothing found"]
+    return "\n".join(lines)
+
+
+def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
+    """The findings by their kind, in the order of `KINDS`."""
+    found: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
+    for finding in report.findings:
+        found[finding.kind].append(finding)
+    return {kind: each for kind, each in found.items() if each}
+
+
+def check_sarif(report: CheckReport) -> dict[str, Any]:
+    """The findings in SARIF 2.1.0 (OASIS): a rule for each kind, a result for each finding."""
+    kinds = list(by_kind(report))
+    rules = [
+        {
+            "id": kind,
+            "shortDescription": {"text": KINDS[kind].title},
+            "fullDescription": {
+                "text": " ".join((KINDS[kind].why, *(f"Seen in {issue}." for issue in KINDS[kind].seen)))
+            },
+        }
+        for kind in kinds
+    ]
+    results = [
+        {
+            "ruleId": finding.kind,
+            "ruleIndex": kinds.index(finding.kind),
+            "level": "error",
+            "message": {"text": f"{printable(finding.tensor)} {printable(finding.what, 1000)}"},
+            "locations": [
+                {
+                    **({"physicalLocation": {"artifactLocation": {"uri": finding.file}}} if finding.file else {}),
+                    "logicalLocations": [{"fullyQualifiedName": finding.tensor, "kind": "member"}],
+                }
+            ],
+        }
+        for finding in report.findings
+    ]
+    driver = {"name": "dtype-engine check", "version": __version__, "rules": rules}
+    return {
+        "$schema": "https://json.schemastore.org/sarif-2.1.0.json",
+        "version": "2.1.0",
+        "runs": [{"tool": {"driver": driver}, "results": results}],
+    }

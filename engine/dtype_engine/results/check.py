@@ -1,0 +1,150 @@
+"""What the check of a checkpoint found, as plain data, and why each kind of finding matters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtype_engine.results.coverage import Coverage
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of finding."""
+
+    title: str
+    why: str
+    """Why it matters, a sentence."""
+    seen: tuple[str, ...] = ()
+    """Public issues about published checkpoints or loaders with it, as owner/repository#number."""
+
+
+KINDS: dict[str, Kind] = {
+    "missing-part": Kind(
+        "codes without a part that they need",
+        "A loader takes the codes for values or stops: without its scale an fp8 weight is off by a factor of hundreds.",
+        ("unslothai/unsloth#6200", "unslothai/unsloth#6978", "vllm-project/vllm#54444"),
+    ),
+    "orphan-part": Kind(
+        "scales or other parts without codes",
+        "A loader that goes by the name multiplies a plain weight by the scale, or drops the scale without a word.",
+        ("unslothai/unsloth#6200", "unslothai/unsloth#6978"),
+    ),
+    "part-shape": Kind(
+        "parts whose shape does not fit their codes",
+        "Scales meet the wrong blocks, or the loader stops.",
+        ("NVIDIA/Model-Optimizer#2038",),
+    ),
+    "scale-values": Kind(
+        "scales that are not finite, zero or negative",
+        "Every value of such a block is NaN, infinite, zero or of the wrong sign.",
+        (
+            "vllm-project/compressed-tensors#832",
+            "NVIDIA/Model-Optimizer#1633",
+            "vllm-project/vllm#45212",
+            "sgl-project/sglang#33541",
+        ),
+    ),
+    "mixed-siblings": Kind(
+        "fused siblings in several formats",
+        "vLLM and SGLang multiply q, k and v (and gate and up) as one matrix, and refuse several formats in it.",
+    ),
+    "sibling-scales": Kind(
+        "fused siblings with several scales of the tensor",
+        "A runtime that fuses them takes one of the scales for all, and computes something else.",
+        ("NVIDIA/TensorRT-LLM#14199", "vllm-project/vllm#55073"),
+    ),
+    "declared-dtype": Kind(
+        "no weight is in the dtype that config.json declares",
+        "Loaders that go by config.json convert every weight as they load it.",
+        ("huggingface/transformers#46459",),
+    ),
+    "float32-island": Kind(
+        "tensors that the architecture keeps in float32, stored in 16 bits",
+        "The digits that the architecture asks for were lost when the file was written; loading widens only what is left.",
+    ),
+    "missing-tensor": Kind(
+        "tensors that are in no file",
+        "Loaders make such a weight at random, often without an error.",
+        ("sgl-project/sglang#23625", "vllm-project/vllm#53537"),
+    ),
+    "unused-tensor": Kind(
+        "tensors that the architecture has no place for",
+        "Loaders pass over them: the weight that they should be is missing, or the file is of another architecture.",
+    ),
+    "foreign-prefix": Kind(
+        "a prefix before all names that the architecture does not have",
+        "Loaders find none of the weights under these names.",
+        ("unslothai/unsloth#6200",),
+    ),
+    "left-out-file": Kind(
+        "files that the index leaves out",
+        "Loaders go by the index, so the tensors of this file are not loaded.",
+        ("huggingface/huggingface_hub#4728",),
+    ),
+    "index-entry": Kind(
+        "entries of the index that disagree with the files",
+        "Loaders that open only the file that the index names don't find the tensor.",
+        ("huggingface/huggingface_hub#4728",),
+    ),
+    "tie-differs": Kind(
+        "tied weights that differ",
+        "config.json ties the two, so one of them is dropped as the model is loaded.",
+    ),
+    "not-finite": Kind(
+        "values that are not finite",
+        "One NaN reaches every output.",
+    ),
+    "constant": Kind(
+        "matrices with one value only",
+        "A trained matrix has many values: this one was never written, or its data were lost.",
+    ),
+    "against-missing": Kind(
+        "tensors of the source that this checkpoint lacks",
+        "The weight was dropped on the way.",
+        ("sgl-project/sglang#23625", "vllm-project/vllm#53537"),
+    ),
+    "against-shape": Kind(
+        "tensors with another shape than in the source",
+        "The two are not the same model, or the weight was cut.",
+    ),
+    "against-new": Kind(
+        "tensors that the source does not have",
+        "They are no parts of quantised weights, so nothing of the source became them.",
+    ),
+}
+"""By the name that a finding has in JSON and SARIF."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong with a checkpoint."""
+
+    kind: str
+    """A name of `KINDS`."""
+    tensor: str
+    """The tensor, or the file or the field of config.json, that it is about."""
+    what: str
+    """What is wrong, as it follows the name."""
+    file: str = ""
+    """The name of the file in which it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """What a check found and what it looked at."""
+
+    model: str
+    tensors: int
+    files: int
+    scales: int
+    """How many tensors of scales were read."""
+    values: int | None
+    """How many tensors' values were read; None where that was not asked for."""
+    seconds: float
+    findings: tuple[Finding, ...]
+    unchecked: tuple[str, ...] = ()
+    """What was not checked, a sentence each."""
+    against: str | None = None
+    """The checkpoint that it was compared with."""
+    coverage: Coverage | None = None
+    """How many tensors of the architecture, or of the index, the files have; None where neither is known."""

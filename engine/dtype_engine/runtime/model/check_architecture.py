@@ -1,0 +1,26 @@
+"""The part of a checkpoint's check that needs its architecture: which of its tensors the files lack, and what they have beside."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.check import architecture_findings
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core.options import Options
+from dtype_engine.results.check import CheckReport
+from dtype_engine.runtime.model.describe import describe
+
+
+def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
+    """A report with what the files lack of the architecture, and have beside it. Raises UserError for an architecture in `options`
+    that transformers does not have.
+    """
+    known = describe(source, options, checkpoint)
+    if known.coverage is None:
+        unchecked = (*report.unchecked, "the architecture: config.json names none that is known here")
+        return dataclasses.replace(report, unchecked=unchecked)
+    reported = {finding.tensor for finding in report.findings}
+    more = architecture_findings(known.coverage, known.class_name)
+    findings = (*report.findings, *(finding for finding in more if finding.tensor not in reported))
+    return dataclasses.replace(report, findings=findings, coverage=known.coverage)

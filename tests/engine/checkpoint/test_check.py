@@ -1,0 +1,233 @@
+"""The check of a checkpoint: each damage is found by its own kind and nothing else is, and what is sound has no finding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.check import check
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.results.check import KINDS
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+DOWN, UP, QUERY = "model.layers.1.mlp.down_proj", "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+BLOCK = 16
+
+
+def _fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales in blocks, by hand."""
+    rows, columns = weight.shape
+    down, across = -(-rows // BLOCK), -(-columns // BLOCK)
+    scales = torch.empty(down, across)
+    codes = torch.empty(rows, columns).to(torch.float8_e4m3fn)
+    for row in range(down):
+        for column in range(across):
+            at = slice(row * BLOCK, (row + 1) * BLOCK), slice(column * BLOCK, (column + 1) * BLOCK)
+            scales[row, column] = weight[at].float().abs().max() / 448
+            codes[at] = (weight[at].float() / scales[row, column]).to(torch.float8_e4m3fn)
+    return codes, scales
+
+
+@pytest.fixture
+def quantised(make_llama: Callable[..., Path]) -> Path:
+    """A Llama in bfloat16 whose linear layers are fp8 in blocks."""
+    folder = make_llama(dtype="bfloat16", tie_word_embeddings=False)
+    made: Tensors = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if "_proj" in name:
+            made[name], made[f"{name}_scale_inv"] = _fp8(tensor)
+        else:
+            made[name] = tensor
+    save_file(made, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _lose_a_scale(tensors: Tensors, config: Config) -> None:
+    del tensors[f"{DOWN}.weight_scale_inv"]
+
+
+def _orphan_a_scale(tensors: Tensors, config: Config) -> None:
+    tensors[f"{DOWN}.weight"] = torch.randn(32, 48).bfloat16()
+
+
+def _cut_a_scale(tensors: Tensors, config: Config) -> None:
+    tensors[f"{DOWN}.weight_scale_inv"] = tensors[f"{DOWN}.weight_scale_inv"][:1].clone()
+
+
+def _spoil_scales(tensors: Tensors, config: Config) -> None:
+    tensors[f"{DOWN}.weight_scale_inv"].view(-1)[:3] = torch.tensor([float("nan"), 0.0, -1.0])
+
+
+def _widen_a_sibling(tensors: Tensors, config: Config) -> None:
+    del tensors[f"{QUERY}.weight_scale_inv"]
+    tensors[f"{QUERY}.weight"] = torch.randn(32, 32).bfloat16()
+
+
+def _declare_another_dtype(tensors: Tensors, config: Config) -> None:
+    config["dtype"] = "float16"
+
+
+def _round_an_island(tensors: Tensors, config: Config) -> None:
+    tensors["model.layers.0.mlp.gate.e_score_correction_bias"] = torch.randn(4).bfloat16()
+    config["model_type"] = "deepseek_v3"
+
+
+def _lose_a_weight(tensors: Tensors, config: Config) -> None:
+    del tensors["model.norm.weight"]
+
+
+def _add_a_tensor(tensors: Tensors, config: Config) -> None:
+    tensors["model.layers.1.mlp.extra.weight"] = torch.randn(4, 4).bfloat16()
+
+
+def _untie(tensors: Tensors, config: Config) -> None:
+    config["tie_word_embeddings"] = True
+
+
+def _prefix(tensors: Tensors, config: Config) -> None:
+    for name in list(tensors):
+        tensors[f"module.{name}"] = tensors.pop(name)
+
+
+def _make_infinite(tensors: Tensors, config: Config) -> None:
+    tensors["lm_head.weight"].view(-1)[5] = float("inf")
+
+
+def _flatten(tensors: Tensors, config: Config) -> None:
+    tensors["lm_head.weight"].fill_(0.25)
+
+
+Damage = Callable[[Tensors, Config], None]
+DAMAGES: dict[str, tuple[Damage, str, str, tuple[str, ...]]] = {
+    # by what it does: the damage, the kind, the tensor that is named, the options that find it
+    "a scale is lost": (_lose_a_scale, "missing-part", f"{DOWN}.weight", ()),
+    "a scale has no codes": (_orphan_a_scale, "orphan-part", f"{DOWN}.weight_scale_inv", ()),
+    "a scale is cut": (_cut_a_scale, "part-shape", f"{DOWN}.weight_scale_inv", ()),
+    "scales are NaN, zero and negative": (_spoil_scales, "scale-values", f"{DOWN}.weight_scale_inv", ()),
+    "one of q, k and v is wide": (_widen_a_sibling, "mixed-siblings", "model.layers.0.self_attn", ()),
+    "another dtype is declared": (_declare_another_dtype, "declared-dtype", "dtype", ()),
+    "a float32 island is rounded": (
+        _round_an_island, "float32-island", "model.layers.0.mlp.gate.e_score_correction_bias", ("--no-modules",),
+    ),
+    "a weight is lost": (_lose_a_weight, "missing-tensor", "model.norm.weight", ()),
+    "a tensor belongs to nothing": (_add_a_tensor, "unused-tensor", "model.layers.1.mlp.extra.weight", ()),
+    "tied weights differ": (_untie, "tie-differs", "lm_head.weight", ("--no-modules",)),
+    "all names have a prefix": (_prefix, "foreign-prefix", "module.", ("--no-modules",)),
+    "a value is infinite": (_make_infinite, "not-finite", "lm_head.weight", ("--values",)),
+    "a matrix is constant": (_flatten, "constant", "lm_head.weight", ("--values",)),
+}  # fmt: skip
+
+
+def checked(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> tuple[int, Any]:
+    status = run(cli, "dtype-engine", ["check", str(folder), "--json", *options])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damage_is_found_and_nothing_else(damage: str, quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, kind, named, options = DAMAGES[damage]
+    file, config = quantised / "model.safetensors", json.loads((quantised / "config.json").read_text())
+    tensors = load_file(file)
+    spoil(tensors, config)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file, {"format": "pt"})
+    (quantised / "config.json").write_text(json.dumps(config))
+    status, found = checked(capsys, quantised, *options)
+    assert [(each["kind"], each["tensor"]) for each in found["findings"]] == [(kind, named)]
+    assert status == 1
+
+
+def test_spoilt_scales_are_counted(quantised: Path) -> None:
+    tensors = load_file(quantised / "model.safetensors")
+    _spoil_scales(tensors, {})
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    (finding,) = check(open_checkpoint(quantised), "x").findings
+    assert finding.what == "holds 6 scales, of which 1 is NaN and 1 is zero and 1 is negative"
+
+
+def test_a_sound_checkpoint_has_no_finding(
+    quantised: Path, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = make_llama("plain", dtype="bfloat16", max_shard_size="10KB", intermediate_size=64)
+    for rule, name in (("*.mlp=fp8", "fp8"), ("*.mlp=mxfp4", "mxfp4"), ("*.{gate,up}_proj=nvfp4", "nvfp4")):
+        session = de.open(str(plain))
+        session.cast(*rule.split("="))
+        session.export(tmp_path / name)
+    for folder in (quantised, plain, tmp_path / "fp8", tmp_path / "mxfp4", tmp_path / "nvfp4"):
+        status, found = checked(capsys, folder, "--values")
+        assert (status, found["findings"]) == (0, [])
+    # What the export wrote is a checkpoint of compressed-tensors to every other program: without our own metadata it is one here.
+    for name in ("fp8", "mxfp4", "nvfp4"):
+        file = tmp_path / name / "model.safetensors"
+        save_file(load_file(file), file, {"format": "pt"})
+        status, found = checked(capsys, tmp_path / name, "--values")
+        assert (status, found["findings"]) == (0, [])
+        assert found["scales"]
+
+
+def test_a_quantised_checkpoint_is_compared_with_its_source(
+    quantised: Path, make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = make_llama("source", dtype="bfloat16", tie_word_embeddings=False)
+    assert checked(capsys, quantised, "--against", str(source))[0] == 0
+    tensors = load_file(quantised / "model.safetensors")
+    for name in (f"{UP}.weight", f"{UP}.weight_scale_inv"):
+        del tensors[name]
+    tensors["model.norm.weight"] = tensors["model.norm.weight"][:16].clone()
+    tensors["model.new.weight"] = torch.randn(3, 3).bfloat16()
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    status, found = checked(capsys, quantised, "--against", str(source), "--no-modules")
+    assert status == 1
+    assert [(each["kind"], each["tensor"]) for each in found["findings"]] == [
+        ("against-missing", f"{UP}.weight"),
+        ("against-shape", "model.norm.weight"),
+        ("against-new", "model.new.weight"),
+    ]
+
+
+def test_sarif_has_a_rule_for_each_kind_and_a_result_for_each_finding(
+    quantised: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = load_file(quantised / "model.safetensors")
+    _lose_a_scale(tensors, {})
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    assert run(cli, "dtype-engine", ["check", str(quantised), "--sarif"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)["runs"]
+    (rule,) = found["tool"]["driver"]["rules"]
+    (result,) = found["results"]
+    assert rule["id"] == result["ruleId"] == "missing-part"
+    assert "unslothai/unsloth#6200" in rule["fullDescription"]["text"]
+    (location,) = result["locations"]
+    assert location["physicalLocation"]["artifactLocation"]["uri"] == "model.safetensors"
+    assert location["logicalLocations"][0]["fullyQualifiedName"] == f"{DOWN}.weight"
+
+
+def test_text_says_why_and_where_it_was_seen(quantised: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["check", str(quantised), "--no-modules"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing found"
+    tensors = load_file(quantised / "model.safetensors")
+    _lose_a_scale(tensors, {})
+    save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
+    assert run(cli, "dtype-engine", ["check", str(quantised), "--no-modules"]) == 1
+    said = capsys.readouterr().out
+    assert KINDS["missing-part"].why in said
+    assert f"{DOWN}.weight holds float8_e4m3fn codes and has no {DOWN}.weight_scale_inv" in said
+
+
+def test_what_can_not_be_checked_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "net.py").write_text("Net = None\n")
+    for arguments in (["no-such-folder"], [f"{tmp_path / 'net.py'}:Net"], ["demo", "--json", "--sarif"]):
+        assert run(cli, "dtype-engine", ["check", *arguments]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

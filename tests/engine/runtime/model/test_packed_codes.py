@@ -1,0 +1,116 @@
+"""Codes of weights that other programs quantised are never taken for numbers: a cast leaves them, and a pass is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+
+Tensors = dict[str, torch.Tensor]
+LAYER = "model.layers.0.mlp.up_proj"
+IN, OUT = 32, 64
+
+
+def _mlx(weight: torch.Tensor) -> Tensors:
+    words = torch.randint(0, 2**31, (OUT, IN * 4 // 32), dtype=torch.int64).to(torch.uint32)
+    return {"weight": words, "scales": torch.rand(OUT, 1), "biases": torch.rand(OUT, 1)}
+
+
+def _unknown(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight.char(), "row_scale": torch.rand(OUT)}
+
+
+def _integers(weight: torch.Tensor) -> Tensors:
+    return {"weight": weight.char()}
+
+
+def _modelopt(weight: torch.Tensor) -> Tensors:
+    return {
+        "weight": weight.to(torch.float8_e4m3fn),
+        "weight_scale": torch.tensor(0.1),
+        "input_scale": torch.tensor(1.0),
+    }
+
+
+def _quanto(weight: torch.Tensor) -> Tensors:
+    return {"weight._data": weight.char(), "weight._scale": torch.rand(OUT, 1)}
+
+
+@pytest.fixture
+def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
+    """Writes a Llama whose one up projection is made of the parts that a function gives."""
+
+    def make(parts: Callable[[torch.Tensor], Tensors], method: dict[str, Any] | None) -> Path:
+        folder = make_llama(intermediate_size=OUT, num_hidden_layers=1)
+        tensors = load_file(folder / "model.safetensors")
+        made = parts(tensors.pop(f"{LAYER}.weight") * 50)
+        save_file(tensors | {f"{LAYER}.{name}": part for name, part in made.items()}, folder / "model.safetensors")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | ({"quantization_config": method} if method else {})))
+        return folder
+
+    return make
+
+
+CASES = {
+    "MLX": (_mlx, {"bits": 4, "group_size": 32}, "packed by MLX"),
+    "ModelOpt": (_modelopt, {"quant_method": "modelopt", "quant_algo": "FP8"}, "quantised by modelopt"),
+    "quanto": (_quanto, None, "optimum-quanto"),
+    "unknown": (_unknown, None, "row_scale"),
+    "integers": (_integers, None, "holds int8, where LlamaForCausalLM has floating-point values"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_codes_stay_and_a_pass_is_refused(
+    case: str, quantised: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts, method, words = CASES[case]
+    folder = quantised(parts, method)
+    assert run(cli, "dtype-engine", ["drift", str(folder), "--cast", "*=bf16"]) == 2
+    refusal = capsys.readouterr().err
+    assert LAYER in refusal
+    assert words in refusal
+    assert "no forward pass" in refusal
+    assert run(cli, "dtype-engine", ["export", str(folder), "--cast", "*=bf16", "-o", str(tmp_path / "out")]) == 0
+    before, after = load_file(folder / "model.safetensors"), load_file(tmp_path / "out" / "model.safetensors")
+    kept = [name for name in before if name.startswith(LAYER)]
+    assert before.keys() == after.keys()
+    assert kept
+    for name in kept:
+        assert after[name].dtype == before[name].dtype
+        assert torch.equal(*(held[name].reshape(-1).view(torch.uint8) for held in (after, before)))
+    assert after["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_a_rule_for_codes_alone_is_refused_by_name(
+    quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = quantised(_mlx, {"bits": 4, "group_size": 32})
+    for command in ("weights", "inspect"):
+        assert run(cli, "dtype-engine", [command, str(folder), "--cast", f"{LAYER}=bf16"]) == 2
+        assert f"{LAYER}." in (said := capsys.readouterr().err)
+        assert "packed by MLX" in said
+
+
+def test_scales_and_weights_that_do_not_pair_are_refused_by_name(
+    quantised: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    declared = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    orphan = quantised(lambda weight: {"weight": weight, "weight_scale_inv": torch.rand(2, 1)}, declared)
+    assert run(cli, "dtype-engine", ["drift", str(orphan)]) == 2
+    assert f"{LAYER}.weight_scale_inv has no weight to scale" in capsys.readouterr().err
+    uneven = quantised(
+        lambda weight: {"weight": weight.to(torch.float8_e4m3fn), "weight_scale_inv": torch.rand(2, 1)},
+        declared | {"weight_block_size": [48, 32]},
+    )
+    assert run(cli, "dtype-engine", ["drift", str(uneven)]) == 2
+    assert "no whole number of its blocks" in capsys.readouterr().err

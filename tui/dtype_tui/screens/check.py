@@ -1,0 +1,47 @@
+"""What the check of the model's files found, kind by kind."""
+
+from __future__ import annotations
+
+from rich.text import Text
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
+from dtype_engine.results.check import KINDS, CheckReport
+from dtype_tui.rendering.cells import wrap_dotted
+from dtype_tui.rendering.plain_table import PlainTable
+from dtype_tui.screens.overlay import Overlay
+
+_SHOWN = 50
+"""Findings of one kind that the window shows."""
+
+
+def check_screen(report: CheckReport, width: int) -> Overlay:
+    """The findings of each kind with why they matter, on a screen of this width."""
+    read = f"{plural(report.tensors, 'header')} and {plural(report.scales, 'tensor')} of scales were read"
+    words = Text(
+        "Nothing was found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n", style="bold"
+    )
+    words.append(f"{report.coverage}; {read}" if report.coverage is not None else read, style="dim")
+    for sentence in report.unchecked:
+        words.append(f"\nNot checked: {printable(sentence, 1000)}", style="dim")
+    whole = PlainTable.grid()
+    whole.add_row(words)
+    for kind, row in KINDS.items():
+        found = [finding for finding in report.findings if finding.kind == kind]
+        if not found:
+            continue
+        title = Text(f"\n{row.title}: {len(found):,}", style="bold")
+        title.append(f"\n{row.why}", style="dim")
+        if row.seen:
+            title.append(f"\nSeen in {', '.join(row.seen)}", style="dim")
+        whole.add_row(title)
+        grid = PlainTable.grid(padding=(0, 2))
+        grid.add_column(overflow="fold")
+        grid.add_column(overflow="fold")
+        for finding in found[:_SHOWN]:
+            name = wrap_dotted(printable(finding.tensor, 500), Overlay.content_width(width) // 2)
+            grid.add_row(name, printable(finding.what, 1000))
+        whole.add_row(grid)
+        if len(found) > _SHOWN:
+            whole.add_row(Text(f"and {len(found) - _SHOWN:,} more", style="dim"))
+    return Overlay("Check of the model's files", whole)
