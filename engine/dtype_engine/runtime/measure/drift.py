@@ -162,8 +162,6 @@ class DriftMeter:
                     if listener.on_modules is not None:
                         listener.on_modules(totals.modules)
                 yield totals
-                if step.number in self._caches:
-                    candidate_runner.settle_kind(candidate_runner.candidate_call(batches[step.number]), ran)
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
         """What runs the reference and what runs the candidate, open as long as `stack` is; the same where they are one model."""

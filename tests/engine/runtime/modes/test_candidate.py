@@ -14,8 +14,9 @@ import dtype_engine as de
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes import mixed as execution
-from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
+from dtype_engine.runtime.modes import candidate
+from dtype_engine.runtime.modes.candidate import CandidateMode
+from dtype_engine.runtime.modes.promotion import ImplicitCast
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize
 from dtype_engine.runtime.passes.outputs import main_output
 
@@ -53,13 +54,16 @@ def floats_as(inputs: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) -> None:
+def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_hand, inputs = architectures.make(name)
     target = getattr(torch, dtype)
     for tensor in (*by_hand.parameters(), *by_hand.buffers()):
         persistent = id(tensor) in {id(kept) for kept in by_hand.state_dict(keep_vars=True).values()}
         if tensor.is_floating_point() and persistent:
             tensor.data = tensor.data.to(target)
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)  # no mode can see into torch's fast path
     try:
         expected = call(by_hand, floats_as(inputs, target))
     except RuntimeError as error:
@@ -67,7 +71,6 @@ def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) 
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=floats_as(inputs, target))
     session.cast("*", dtype)
-    session.drift()  # the first measurement in a dtype also runs it under the rules
     found: list[torch.Tensor] = []
     module.register_forward_hook(lambda module, args, output: found.append(main_output(output)[1]))
     session.drift()
@@ -78,7 +81,9 @@ def under_the_rules(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Te
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
     live.apply({name: dtypes.get(name, tensor.dtype) for name, tensor in live.tree.tensors.items()})
     casts: list[ImplicitCast] = []
-    with torch.no_grad(), MixedDtypeMode(live.by_id, torch.float32, torch.device("cpu"), casts.append):
+    mode = CandidateMode(live.by_id, torch.float32, torch.device("cpu"))
+    mode.record = casts.append
+    with torch.no_grad(), mode:
         return run(model), casts
 
 
@@ -173,9 +178,9 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
     most = 0
     widen = ReferenceMode.value_of
 
-    def counted(self: Any, weight: Any) -> torch.Tensor:
+    def counted(self: Any, *given: Any) -> torch.Tensor:
         nonlocal most
-        made = widen(self, weight)
+        made = widen(self, *given)
         alive.append(weakref.ref(made))
         most = max(most, sum(ref() is not None for ref in alive))
         return made
@@ -207,7 +212,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
         brought.append(len(data))
         return dequantize(data, *rest)
 
-    monkeypatch.setattr(execution, "dequantize", counted)
+    monkeypatch.setattr(candidate, "dequantize", counted)
     out, _ = under_the_rules(model, lambda m: m(taken), weight=dtype)
     assert torch.equal(out, wanted)
     assert out.shape == wanted.shape
