@@ -132,7 +132,6 @@ class DriftMeter:
             notices=(
                 *candidate.notices,
                 *totals.notices(output),
-                *self.behavior.notices(),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,

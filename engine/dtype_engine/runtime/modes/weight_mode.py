@@ -104,26 +104,32 @@ class WeightMode(TorchFunctionMode):
         """The dotted name of the module that is running, kept current by whatever runs the pass."""
         self.finished = 0
         """How many module calls have finished, kept current in the same way."""
+        self.kept: Sequence[torch.Tensor] = ()
+        """Tensors that are no weights, and that a pass has to leave as they are too."""
         self.first_use: dict[int, int] = {}
         """`finished` when a weight was first used, or a question about it was answered, by `id` of its tensor."""
         self.operation = ""
-        """What torch is being called for; "" where the model itself names the dtype, or nothing is recorded."""
+        """What torch is being called for; "" where the model itself names the dtype."""
         self._replaced = set(replaced)
         self._written: dict[int, torch.Tensor] = {}
         """What the pass has made of weights that it wrote to, by `id`."""
         self._standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """The `id` of the weight whose values a tensor is that the model was given in its place."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Data of weights that the pass wrote to through another tensor with the same memory, and a copy from before."""
-        self._addresses: list[tuple[int, int, int]] | None = None
+        """By `id` of a tensor: its data, to which the pass wrote through another one with the same memory, and a copy from before."""
+        self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
         """Dtypes that weights of recurrent modules are said to have, by `id`."""
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the pass wrote to a weight, or to what else it has to leave as it is."""
+        return bool(self._written or self._held)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for data, before in self._held.values():
             data.copy_(before)
-        self._held.clear()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -226,6 +232,8 @@ class WeightMode(TorchFunctionMode):
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Whether it is a weight, a view of one, or the values of one."""
+        if isinstance(tensor, nn.Parameter):
+            return True  # one that the model has made
         base = base_of(tensor)
         return any(
             id(each) in self.weights or each in self._standing_for for each in (tensor, base) if each is not None
@@ -299,13 +307,14 @@ class WeightMode(TorchFunctionMode):
             args, kwargs = replace_tensors(args, kwargs, self._values(found, self._activation_dtype(tensors), name))
         if rounds is not None:
             args, kwargs = self._rounded(name, args, kwargs, rounds)
-        if self.record is None:
-            return call_mixed(func, name, args, kwargs, self)
         self.operation = name if kwargs.get("dtype") is None else ""
         try:
-            return call_mixed(func, name, args, kwargs, self)
+            output = call_mixed(func, name, args, kwargs, self)
         finally:
             self.operation = ""
+        if len(found) == 1 and isinstance(output, torch.Tensor) and base_of(output) is not None:
+            self._standing_for[output] = next(iter(found))
+        return output
 
     def _activation_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
         """The promoted dtype of the floats that are no weights; None where there are none."""
@@ -358,7 +367,7 @@ class WeightMode(TorchFunctionMode):
             return replace_tensors(args, kwargs, {key: self._written[key]})
         base = base_of(destination)
         owner = destination if base is None else base
-        given = self._standing_for.get(owner)
+        given = self._standing_for.get(owner, self._standing_for.get(destination))
         if given is not None:
             original = self.weights[given].original
             if original.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
@@ -367,9 +376,8 @@ class WeightMode(TorchFunctionMode):
             self._replaced.add(given)
             return args, kwargs
         for shared in self._sharing_memory(destination):
-            if shared not in self._held:
-                data = self.weights[shared].tensor.data
-                self._held[shared] = data, data.clone()
+            if id(shared) not in self._held:
+                self._held[id(shared)] = shared.data, shared.data.clone()
         return args, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
@@ -377,21 +385,21 @@ class WeightMode(TorchFunctionMode):
         if id(value) in self._replaced:
             value = self._value(id(value))
         value = value.detach()
-        self._written[key] = value.clone() if any(self._sharing_memory(value)) else value
+        self._written[key] = value.clone() if next(self._sharing_memory(value), None) is not None else value
         self._standing_for[self._written[key]] = key
         self._replaced.add(key)
 
-    def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[int]:
-        """The weights (by `id`) that have memory in common with a tensor."""
+    def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The weights, and what else is to be left as it is, that have memory in common with a tensor."""
         if self._addresses is None:
-            spans = ((*_span(weight.tensor.data), key) for key, weight in self.weights.items())
-            self._addresses = sorted(span for span in spans if span[0])
+            lasting = [*(weight.tensor for weight in self.weights.values()), *self.kept]
+            self._addresses = sorted(((*_span(each), each) for each in lasting), key=lambda span: span[:2])
         start, end = _span(tensor)
-        for index in range(bisect_left(self._addresses, (end,)) - 1, -1, -1):
-            _, last, key = self._addresses[index]
+        for index in range(bisect_left(self._addresses, end, key=lambda span: span[0]) - 1, -1, -1):
+            _, last, lasting_tensor = self._addresses[index]
             if last <= start:
                 return
-            yield key
+            yield lasting_tensor
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -176,7 +176,7 @@ class ForwardRunner:
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         try:
-            with as_every_pass(model, behavior, modules):
+            with as_every_pass(model, behavior, modules, mode):
                 if options.learns:
                     run.effects = SideEffects(modules, model.device)
                 self._calls.under_way = run
@@ -194,9 +194,7 @@ class ForwardRunner:
                     torch.cuda.synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
-                    behavior.add_effects(run.effects, model.by_id)
-            if run.effects is not None:
-                behavior.add_carried_over(run.effects.carried_over())
+                    behavior.add_effects(run.effects)
         except (Cancelled, UserError):
             raise
         except torch.OutOfMemoryError as error:

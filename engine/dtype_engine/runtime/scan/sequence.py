@@ -126,7 +126,7 @@ class SequenceScan:
     def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
         try:
             modules = tuple(self.model.module.modules())
-            with as_every_pass(self.model, ModelBehavior(), modules), mode, exits_as_errors():
+            with as_every_pass(self.model, ModelBehavior(), modules, mode), mode, exits_as_errors():
                 return batch.run(self.model.module)
         except (Cancelled, UserError):
             raise
