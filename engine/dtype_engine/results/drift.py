@@ -161,8 +161,8 @@ class ImplicitCastStats:
     """Implicit casts of one forward pass: in `module`, `operation` was given `source` and computed in `target`.
 
     `elements` over all `count` of them. `torch_raises`: plain torch refuses this operation with mixed dtypes, so code that
-    runs without this program's rules fails here. A storage dtype as `target`: an activation was rounded to it, as a runtime does
-    (the setting `quantize_activations`).
+    runs without this program fails here; otherwise the cast is torch's own promotion. A storage dtype as `target`: an activation
+    was rounded to it, as a runtime does (the setting `quantize_activations`).
     """
 
     module: str

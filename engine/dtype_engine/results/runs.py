@@ -45,8 +45,8 @@ class Generation:
 class SpeedRow:
     """Wall time of forward passes over all inputs: `what` is "reference", "as stored" or "candidate", in `dtypes`.
 
-    `seconds` is the median of `repeats` after one to warm up. `under_rules`: this mix does not run in plain torch, so the
-    time holds what the rules for mixed dtypes take.
+    `seconds` is the median of `repeats` after one to warm up. `under_rules`: plain torch does not run this mix, so the time
+    includes the casts that are added to it.
     """
 
     what: str

@@ -30,7 +30,7 @@ def speed_screen(report: SpeedReport) -> Overlay:
     where = printable(f"{report.inputs}; {report.device}, {report.threads} threads", 500)
     words = Text(f"\nafter a warm-up; {where}", style="dim")
     if any(row.under_rules for row in report.rows):
-        words.append("\nThis mix does not run in plain torch: its time holds what the rules for mixed dtypes take.")
+        words.append("\nPlain torch does not run this mix: its time includes the casts that are added.")
     for notice in report.notices:
         words.append(f"\n{printable(notice, 1000)}")
     whole = PlainTable.grid()

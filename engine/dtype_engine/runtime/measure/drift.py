@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
@@ -36,6 +37,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
 """Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
+
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def budget_for(asked: int | None = None) -> int:
@@ -132,6 +135,7 @@ class DriftMeter:
             notices=(
                 *candidate.notices,
                 *totals.notices(output),
+                *_fast_path_notices(self.model.module),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
@@ -259,6 +263,16 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 def _precision(listener: MeasurementListener) -> float | None:
     """How precise the listener wants the figures to be now; None: all inputs are to be run."""
     return None if listener.precision is None else listener.precision()
+
+
+def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
+    """What is not as in a plain run: torch takes the fast paths of its own encoders only where no mode is on."""
+    found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
+    if found is None:
+        return ()
+    return (
+        f"torch's fast path of {found} is off in reference and candidate: padded positions are computed like others",
+    )
 
 
 def _routes_tokens(model: LiveModel) -> bool:

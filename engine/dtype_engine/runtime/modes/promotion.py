@@ -75,8 +75,8 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
     autocast = torch.is_autocast_enabled(site.device.type)
     form = func, autocast and torch.get_autocast_dtype(site.device.type), site.device.type, _form((args, kwargs))
     refusal: Exception | None = None
+    before = None if form in _accepted or form in _refused else _BeforeCall(name, args, kwargs, site.device)
     if form not in _refused:
-        before = None if form in _accepted else _BeforeCall(name, args, kwargs, site.device)
         try:
             result = func(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError) as error:
@@ -97,7 +97,9 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
             result = call_torch(func, name, new_args, new_kwargs, site)
     except KernelError:
         raise
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:
+        if before is not None:
+            before.restore()
         raise refusal or error from None
     _refused.add(form)
     site.added = True

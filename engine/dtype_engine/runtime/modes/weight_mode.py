@@ -116,7 +116,7 @@ class WeightMode(TorchFunctionMode):
         self._standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """The `id` of the weight whose values a tensor is that the model was given in its place."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By `id` of a tensor: its data, to which the pass wrote through another one with the same memory, and a copy from before."""
+        """By `id` of a tensor: its data, to which the pass wrote through another one with that memory, and a copy from before."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
         """Dtypes that weights of recurrent modules are said to have, by `id`."""
