@@ -301,7 +301,7 @@ class WeightMode(TorchFunctionMode):
         """Call torch with the values of the weights that were found, and one operand rounded if it is to be."""
         if found:
             self.added = True
-            table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else None
+            table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
             if table in found and table not in self._written:
                 return self.rows_of(found[table], args[0])
             args, kwargs = replace_tensors(args, kwargs, self._values(found, self._activation_dtype(tensors), name))
