@@ -177,7 +177,7 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
         ratio = first.seconds / row.seconds
         cells.append(f"{ratio:.2f} x as fast" if ratio >= 1 else f"{1 / ratio:.2f} x slower")
     if row.under_rules:
-        cells.append("under the rules for mixed dtypes")
+        cells.append("with casts that plain torch does not make")
     return cells
 
 

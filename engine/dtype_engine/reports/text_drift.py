@@ -124,8 +124,10 @@ def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 def causes_headline(report: AttributionReport) -> str:
     """A sentence about the largest cause: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
-    if not report.causes or report.whole == 0:
-        return "nothing drifts: every module computes as the reference does"
+    if report.whole == 0:
+        return f"the weights' dtypes change nothing in the output over these {report.positions:,} positions"
+    if not report.causes:
+        return "the output drifts, but no module uses a weight in another dtype than the reference"
     first = report.causes[0]
     name = printable(first.name, 300) or "the model itself"
     if first.share is None:

@@ -55,7 +55,7 @@ class SpeedRow:
     repeats: int
     tokens_per_second: float | None
     under_rules: bool
-    """Plain torch can't run this mix of dtypes, so the times include the overhead of this program's rules."""
+    """Plain torch can't run this mix of dtypes, so the times include the casts that this program adds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
@@ -36,6 +37,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
 """Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
+
+_WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def budget_for(asked: int | None = None) -> int:
@@ -132,7 +135,7 @@ class DriftMeter:
             notices=(
                 *candidate.notices,
                 *totals.notices(output),
-                *self.behavior.notices(),
+                *_fast_path_notices(self.model.module),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
@@ -163,8 +166,6 @@ class DriftMeter:
                     if listener.on_modules is not None:
                         listener.on_modules(totals.modules)
                 yield totals
-                if step.number in self._caches:
-                    candidate_runner.settle_kind(candidate_runner.candidate_call(batches[step.number]), ran)
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
         """What runs the reference and what runs the candidate, open as long as `stack` is; the same where they are one model."""
@@ -263,6 +264,16 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 def _precision(listener: MeasurementListener) -> float | None:
     """How precise the listener wants the figures to be now; None: all inputs are to be run."""
     return None if listener.precision is None else listener.precision()
+
+
+def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
+    """What is not as in a plain run: torch takes the fast paths of its own encoders only where no mode is on."""
+    found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
+    if found is None:
+        return ()
+    return (
+        f"torch's fast path of {found} is off in reference and candidate: padded positions are computed like others",
+    )
 
 
 def _routes_tokens(model: LiveModel) -> bool:

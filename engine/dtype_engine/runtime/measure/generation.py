@@ -64,7 +64,7 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
         if name not in ("use_cache", "decoder_input_ids", "labels")
     }
     if "pixel_values" in kwargs and inputs.made and not inputs.prompts:
-        # The ids beside a synthetic picture mean nothing: the caption starts from the picture alone.
+        # The ids that come with a synthetic picture mean nothing: the caption starts from the picture alone.
         kwargs = {"pixel_values": kwargs["pixel_values"]}
     elif not inputs.prompts and inputs.made and "decoder_input_ids" not in batch.kwargs:
         kwargs = {

@@ -8,23 +8,23 @@ from contextlib import AbstractContextManager, nullcontext
 from dtype_engine.results.drift import ImplicitCastStats
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
-from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
+from dtype_engine.runtime.modes.promotion import ImplicitCast
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
-    """Run the model as it is cast now under the rules of mixed dtypes: every implicit cast, summed as `aggregate` does.
+    """Run the candidate as a measurement does, and note every implicit cast: torch's own promotions, and the casts without which
+    torch would raise. They are summed as `aggregate` does.
 
     Raises NoForward, KernelError, Cancelled.
     """
     casts: list[ImplicitCast] = []
 
     def recording(mode: WeightMode) -> AbstractContextManager[object]:
-        assert isinstance(mode, MixedDtypeMode)
         mode.record = casts.append
-        return AutocastCastRecorder(mode) if mode.autocast else nullcontext()
+        return AutocastCastRecorder(mode) if runner.settings.autocast else nullcontext()
 
     runner.candidate(runner.candidate_call(batch), PassOptions(around=recording))
     return aggregate(casts)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -26,7 +27,7 @@ from dtype_engine.results.drift import ModuleDrift, OutputDrift
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
+from dtype_engine.runtime.modes.op_tables import METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
@@ -48,7 +49,7 @@ class _NonFiniteOp:
     weights: tuple[str, ...]
 
 
-class _OpObserver(WeightMode):
+class _OpObserver(TorchFunctionMode):
     """Checks every operation of the mode within it.
 
     Attributes:
@@ -57,8 +58,9 @@ class _OpObserver(WeightMode):
         largest: the largest finite result, by (module, operation).
     """
 
-    def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
-        super().__init__(weights, device)
+    def __init__(self, weights: Mapping[int, Weight]) -> None:
+        super().__init__()
+        self.weights = weights
         self.observed: WeightMode | None = None
         self.events: list[_NonFiniteOp | str] = []
         self.largest: dict[tuple[str, str], float] = {}
@@ -68,8 +70,11 @@ class _OpObserver(WeightMode):
         self.observed = mode
         return self
 
-    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        if name.startswith(("is_", "empty", "new_empty")):
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, name = kwargs or {}, func.__name__
+        if name in METADATA or name.startswith(("__get__", "__set__", "is_", "empty", "new_empty")):
             return func(*args, **kwargs)
         given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
         bad_weights = tuple(
@@ -196,7 +201,7 @@ def _find_culprit(
 ) -> tuple[_NonFiniteOp | None, float | None, str]:
     """The operation to blame, the largest that it gives in the reference, and the first module that comes out not finite."""
     for batch in inputs.batches:
-        plain = _OpObserver(runner.model.by_id, runner.model.device)
+        plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
         runner.reference(runner.reference_call(batch), PassOptions(around=plain.observing), came_out)
         if reference_bad:
@@ -207,7 +212,7 @@ def _find_culprit(
             continue
         anyway = {(event.module, event.operation) for event in plain.events if isinstance(event, _NonFiniteOp)}
         always = came_out.names
-        operations = _OpObserver(runner.model.by_id, runner.model.device)
+        operations = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(operations)
         runner.candidate(runner.candidate_call(batch), PassOptions(around=operations.observing), came_out)
         # A measurement that compares modules in some sequences may have missed the first.

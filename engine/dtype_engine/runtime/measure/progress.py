@@ -63,11 +63,6 @@ class MeasurementProgress(ModuleObserver):
         self._observer.replay(module, observed)
         self._call_finished()
 
-    def restart(self) -> None:
-        """The pass begins again."""
-        self._observer.restart()
-        self._finished = 0
-
     def _call_finished(self) -> None:
         self._finished += 1
         if self._throttle.due():

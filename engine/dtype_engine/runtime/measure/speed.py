@@ -79,7 +79,7 @@ def _timed(
 
     def all_inputs() -> tuple[float, bool]:
         passes = [timed.candidate(call) for call in calls]
-        return sum(each.seconds for each in passes), not all(each.plain for each in passes)
+        return sum(each.seconds for each in passes), any(each.added for each in passes)
 
     on_passes(0)
     all_inputs()

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
-from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
@@ -31,7 +30,7 @@ from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.stored_tree import unused, with_files
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
 
 @dataclass(slots=True)
@@ -297,13 +296,3 @@ class LiveModel:
         if any(dtype not in weight.losses for weight, dtype in changed):
             return None
         return tuple(loss for weight, dtype in changed if (loss := weight.losses[dtype]) is not None)
-
-    def uniform_dtype(self) -> torch.dtype | None:
-        """The computed dtype that all castable parameters and persistent buffers are in; None if there are several."""
-        current = {weight.dtype for weight in self.weights.values() if weight.info.castable and weight.info.persistent}
-        if any(weight.scale is not None for weight in self.weights.values()):
-            return None
-        scratch = any(weight.changed for weight in self.weights.values() if not weight.info.persistent)
-        if len(current) != 1 or scratch or (only := current.pop()) not in dtypes.COMPUTE_DTYPES:
-            return None
-        return torch_dtype(only)

@@ -1,1 +1,1 @@
-"""Torch-function modes: how a forward pass runs with mixed dtypes."""
+"""The torch-function mode that every forward pass runs under: what it adds to plain torch."""

@@ -6,23 +6,24 @@ from collections.abc import Iterable
 from typing import Any
 
 from dtype_engine.runtime.model.torch_private import TO_COPY, TorchDispatchMode
-from dtype_engine.runtime.modes.mixed import MixedDtypeMode, implicit_cast
 from dtype_engine.runtime.modes.op_tables import Arguments
+from dtype_engine.runtime.modes.promotion import cast_of
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
 
-    def __init__(self, rules: MixedDtypeMode) -> None:
+    def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rules = rules
+        self.mode = mode
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        rules, target = self.rules, kwargs.get("dtype")
-        if func is TO_COPY and rules.operation and rules.record is not None:
+        mode, target = self.mode, kwargs.get("dtype")
+        if func is TO_COPY and mode.operation and mode.record is not None:
             source = args[0]
             if (
                 target is not None
@@ -30,5 +31,5 @@ class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 and source.is_floating_point()
                 and target.is_floating_point
             ):
-                rules.record(implicit_cast(rules.module, rules.operation, source, target, False))
+                mode.record(cast_of(source, target, mode.operation, mode, torch_raises=False))
         return func(*args, **kwargs)

@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
 
 from dtype_engine.core.errors import KernelError
-from dtype_engine.runtime.model.containers import with_tensors
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 Arguments = tuple[Any, ...]
@@ -33,43 +31,7 @@ METADATA = frozenset(
 )  # fmt: skip
 
 
-# The model's own, explicit casts and constructors: what they give is what the model asked for.
-EXPLICIT = frozenset(
-    {
-        "to", "type", "type_as", "float", "half", "double", "bfloat16", "int", "long", "bool", "byte", "char",
-        "short", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
-        "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "expand_as", "view_as",
-        "reshape_as", "isnan", "isinf", "isfinite", "detach", "clone", "contiguous",
-    }
-)  # fmt: skip
-
-
-# In-place operations that refuse a source of another dtype. All others convert by themselves.
-STRICT_IN_PLACE = frozenset(
-    {
-        "__setitem__", "index_put_", "index_add_", "index_copy_", "index_reduce_", "scatter_", "scatter_add_",
-        "scatter_reduce_", "masked_scatter_", "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_", "put_",
-    }
-)  # fmt: skip
-
-
 TENSOR_PROPERTIES = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.data)
-
-
-# Operations that raise when float arguments differ; all others promote by themselves.
-REFUSES_MIXED = frozenset(
-    {
-        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner",
-        "addmm", "addmv", "addbmm", "baddbmm", "addr", "chain_matmul", "einsum", "tensordot", "conv1d",
-        "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
-        "scaled_dot_product_attention", "multi_head_attention_forward", "layer_norm", "group_norm",
-        "batch_norm", "instance_norm", "rms_norm", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu",
-        "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "prelu", "grid_sample", "index_add",
-        "index_copy", "scatter", "scatter_add", "masked_scatter", "lerp", "bucketize", "searchsorted",
-        "_grouped_mm", "grouped_mm", "native_layer_norm", "native_batch_norm", "_transformer_encoder_layer_fwd",
-        "_native_multi_head_attention", "cdist",
-    }
-)  # fmt: skip
 
 
 _MISSING_KERNEL = re.compile(
@@ -85,15 +47,27 @@ class CallSite(Protocol):
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call torch. A missing kernel becomes a KernelError that names what is missing."""
+    """Call torch. Raises what torch raises, and KernelError, which names what is missing, where there is no kernel."""
     try:
         return func(*args, **kwargs)
-    except (RuntimeError, NotImplementedError) as error:
-        if name in ("_grouped_mm", "grouped_mm"):
-            return _grouped_mm(*args, **kwargs)
-        if _MISSING_KERNEL.search(str(error)) is None:
-            raise
-        raise _kernel_error(func, name, args, kwargs, site, error) from error
+    except RuntimeError as error:
+        return recover(func, name, args, kwargs, site, error)
+
+
+def recover(
+    func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite, error: RuntimeError
+) -> Any:
+    """What a call gives that raised `error`, where there is another way to it: without autocast, which knows neither float64 nor
+    recurrent layers on the CPU, or a group of products one by one. Raises as `call_torch` does.
+    """
+    if torch.is_autocast_enabled(site.device.type):
+        with torch.autocast(site.device.type, enabled=False):
+            return call_torch(func, name, args, kwargs, site)
+    if name in ("_grouped_mm", "grouped_mm"):
+        return _grouped_mm(*args, **kwargs)
+    if _MISSING_KERNEL.search(str(error)) is None:
+        raise error
+    raise _kernel_error(func, name, args, kwargs, site, error) from error
 
 
 def _kernel_error(
@@ -133,19 +107,6 @@ def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, *
         result[start:end] = rows[start:end] @ weights[group]
         start = end
     return result
-
-
-def promote_floats(
-    name: str, floats: list[torch.Tensor], args: Arguments, kwargs: dict[str, Any]
-) -> tuple[Arguments, dict[str, Any]]:
-    """The arguments with all of `floats` in their promoted dtype; 0-d tensors do not decide, as in torch."""
-    target = promoted_dtype([tensor for tensor in floats if tensor.ndim > 0] or floats)
-    casts = {
-        id(tensor): tensor.to(target)
-        for tensor in floats
-        if tensor.dtype != target and (tensor.ndim > 0 or name in REFUSES_MIXED)
-    }
-    return replace_tensors(args, kwargs, casts)
 
 
 def promoted_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
@@ -200,19 +161,6 @@ def _swap(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
         return new.get(id(value), value)
     if type(value) in (list, tuple):
         return type(value)(_swap(item, new) for item in value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple, such as a PackedSequence
+        return type(value)(*(_swap(item, new) for item in value))
     return value
-
-
-def recurrent_arguments(module: nn.Module, args: Arguments, compute: torch.dtype) -> Arguments:
-    """The arguments of an `nn.RNN`, `nn.LSTM` or `nn.GRU` in the dtype of its first weight.
-
-    These modules compare dtypes in Python and raise before any torch call that the rules could mend. The
-    computation itself then follows rule 1: of all the module's weights, the largest dtype decides.
-    """
-    if not isinstance(module, nn.RNNBase):
-        return args
-    first = module.weight_ih_l0
-    assert isinstance(first, torch.Tensor)
-    target = first.dtype if first.dtype.is_floating_point and first.dtype.itemsize > 1 else compute
-    given: Arguments = with_tensors(args, lambda tensor: tensor.to(target) if tensor.is_floating_point() else tensor)
-    return given

@@ -1,28 +1,26 @@
-"""The reference, with the weighted operations of some modules run as cast: their own error, without anything that others add."""
+"""The reference, with the weights as cast in some modules: the error of these, without anything that others add."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
 
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.mixed import MixedDtypeMode
-from dtype_engine.runtime.modes.op_tables import EXPLICIT, METADATA, Arguments, tensors_in
-from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.modes.candidate import dequantized, dequantized_rows
+from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
+from dtype_engine.runtime.modes.reference import holds_reference, reference_dtype, reference_rows, reference_value
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
-class PartialCastMode(ReferenceMode):
-    """A weighted operation in a module that `inside` takes (by its dotted name) runs on the weights as they are cast now, by the
-    four rules of `MixedDtypeMode`; any other on the weights as stored, widened. Operations without a weight follow the rules.
+class PartialCastMode(WeightMode):
+    """A module that `inside` takes (by its dotted name) uses the weights as they are cast now, as the candidate does; any other
+    uses the weights as stored, widened.
 
-    Attributes:
-        drifting: the weights (by `id`) whose dtype is not the reference's.
-        uses: how many module calls had finished before a module's first weighted operation on one of these, by module.
+    drifting: the weights (by `id`) whose dtype is not the reference's.
     """
 
     def __init__(
@@ -34,31 +32,41 @@ class PartialCastMode(ReferenceMode):
         inside: Callable[[str], bool],
         rounding: ActivationRounding | None = None,
     ) -> None:
-        super().__init__(weights, device)
-        self.rules = MixedDtypeMode(weights, compute, device, rounding=rounding)
+        replaced = (key for key, weight in weights.items() if weight.scale is not None or not holds_reference(weight))
+        super().__init__(weights, device, replaced, compute, rounding)
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
+        """How many module calls had finished before a module first used one of the drifting weights, or asked for its dtype."""
 
-    def inputs_of(self, module: nn.Module, args: Arguments) -> Arguments:
-        return self.rules.inputs_of(module, args)
+    def dtype_of(self, weight: Weight) -> torch.dtype:
+        if not self.inside(self.module):
+            return reference_dtype(weight)
+        return self.compute if weight.scale is not None else weight.tensor.dtype
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        name: str = func.__name__
-        known = [key for tensor in tensors_in(args, kwargs or {}) if (key := self._known(tensor)) is not None]
-        computes = name == "__matmul__" or not (name in METADATA or name in EXPLICIT or name.startswith("__"))
-        if computes and any(key in self.drifting for key in known):
+    def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+        if not self.inside(self.module):
+            return reference_value(weight, self.device)
+        return weight.tensor.data if weight.scale is None else dequantized(weight, dtype or self.compute)
+
+    def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+        if not self.inside(self.module):
+            return reference_rows(weight, ids, self.device)
+        if weight.scale is None:
+            return torch.nn.functional.embedding(ids, weight.tensor.data)
+        return dequantized_rows(weight.tensor.data, weight.scale, weight.dtype, ids, self.compute)
+
+    def is_quantized(self, weight: Weight) -> bool:
+        return weight.scale is not None and self.inside(self.module)
+
+    def note_use(self, key: int) -> None:
+        super().note_use(key)
+        if key in self.drifting:
             self.uses.setdefault(self.module, self.finished)
-        self.rules.module = self.module
-        if not known or self.inside(self.module):
-            return self.rules.__torch_function__(func, types, args, kwargs)
-        return super().__torch_function__(func, types, args, kwargs)
 
-    def _known(self, tensor: torch.Tensor) -> int | None:
-        """The `id` of the weight that a tensor is, or is a view of."""
-        if id(tensor) in self.weights:
-            return id(tensor)
-        base = id(base_of(tensor))
-        return base if base in self.weights else None
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        for tensor in tensors_in(args, kwargs):
+            key = id(tensor) if id(tensor) in self.weights else id(base_of(tensor))
+            if key in self.weights:
+                self.note_use(key)
+        return super().run(func, name, args, kwargs)

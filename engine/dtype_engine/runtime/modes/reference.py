@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.modes.op_tables import (
-    EXPLICIT,
-    Arguments,
-    call_torch,
-    is_in_place,
-    promote_floats,
-    replace_tensors,
-    takes_rows,
-    tensors_in,
-)
+from dtype_engine.runtime.modes.candidate import dequantized_rows
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
@@ -29,7 +19,7 @@ _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 
 
 class ReferenceMode(WeightMode):
-    """Every weight as stored, widened as it is used. It answers for all weights that can be cast or have scales.
+    """Every weight as stored, widened as it is used. It replaces those that the module does not hold so itself.
 
     A weight stored in float64 stays float64. Look-ups in an embedding widen only the rows they take.
 
@@ -40,71 +30,30 @@ class ReferenceMode(WeightMode):
     def __init__(
         self, weights: Mapping[int, Weight], device: torch.device, widened: WidenedWeights | None = None
     ) -> None:
-        super().__init__(weights, device)
+        super().__init__(weights, device, (key for key, weight in weights.items() if not holds_reference(weight)))
         self.widened = widened if device.type == "cpu" else None
-
-    def weight_of(self, tensor: object) -> Weight | None:
-        weight = self.weights.get(id(tensor))
-        if weight is None or not (weight.info.castable or weight.stored_scale is not None):
-            return None
-        self.note_use(id(tensor))
-        return weight
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         return reference_dtype(weight)
 
-    def value_of(self, weight: Weight) -> torch.Tensor:
+    def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
         return reference_value(weight, self.device)
 
-    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        if name == "embedding" and takes_rows(args, kwargs):
-            weight = self.weight_of(args[1])
-            if weight is not None and weight.stored_scale is None:
-                rows = func(args[0], weight.original.to(self.device), *args[2:], **kwargs)
-                return rows.to(reference_dtype(weight))
-        tensors = tensors_in(args, kwargs)
-        found = {
-            id(tensor): weight
-            for tensor in tensors
-            if id(tensor) in self.weights and (weight := self.weight_of(tensor)) is not None
-        }
-        if is_in_place(name) and (written := found.get(id(args[0]))) is not None:
-            _refuse_if_widened(written)
+    def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
         if self.widened is not None and name in _KEEPS_NO_ARGUMENT and not torch.is_grad_enabled():
-            widened = self.widened.values(found.values(), self.value_of)
-        else:
-            widened = [self.value_of(weight) for weight in found.values()]
-        values = dict(zip(found, widened, strict=True))
-        if values:
-            args, kwargs = replace_tensors(args, kwargs, values)
-            tensors = tensors_in(args, kwargs)
-        if name not in EXPLICIT and not is_in_place(name):
-            floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-            if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
-                args, kwargs = promote_floats(name, floats, args, kwargs)
-        return call_torch(func, name, args, kwargs, self)
+            return self.widened.values(weights, lambda weight: self.value_of(weight, dtype))
+        return super().values_of(weights, dtype, name)
+
+    def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+        return reference_rows(weight, ids, self.device)
 
 
-def _refuse_if_widened(weight: Weight) -> None:
-    """What is written to a widened copy would be lost. Raises NoForward."""
-    if weight.stored_scale is not None or weight.original.dtype != reference_dtype(weight):
-        raise NoForward(
-            f"the model writes to {weight.info.name} while it runs; the reference can't keep that where it is stored in "
-            f"{weight.info.dtype}: store it in float32"
-        )
-
-
-class FirstUseRecorder(WeightMode):
-    """Changes nothing: notes the first use of every weight, questions about it included."""
-
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_in(args, kwargs):
-            if id(tensor) in self.weights:
-                self.note_use(id(tensor))
-        return func(*args, **kwargs)
+def holds_reference(weight: Weight) -> bool:
+    """Whether the module's own tensor is what the reference computes with."""
+    if not weight.info.castable and weight.stored_scale is None:
+        return True
+    held = not weight.changed or weight.stashed is not None
+    return held and weight.stored_scale is None and weight.original.dtype == reference_dtype(weight)
 
 
 def reference_dtype(weight: Weight) -> torch.dtype:
@@ -118,6 +67,14 @@ def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
     if weight.stored_scale is not None:
         return dequantize(stored.to(device), weight.stored_scale, dtype, dtypes.BY_NAME[weight.info.dtype].blocks)
     return stored.to(device, dtype)
+
+
+def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The rows at `ids` of a table [rows, width] in the reference: [*ids, width]."""
+    stored, dtype = weight.original.to(device), reference_dtype(weight)
+    if weight.stored_scale is not None:
+        return dequantized_rows(stored, weight.stored_scale, weight.info.dtype, ids, dtype)
+    return functional.embedding(ids, stored).to(dtype)
 
 
 def reference_name(model: LiveModel) -> str:

@@ -1,8 +1,19 @@
-"""What every mode of a forward pass shares: the weights it knows, and how a weight answers questions about itself."""
+"""The mode that every forward pass runs under, reference and candidate alike: plain torch, and two things more.
+
+1. A weight that can't be computed with as it is held (a storage format; for the reference, any that is not in its dtype) is
+   replaced by its values.
+2. A call that torch refuses over dtypes is made again with its arguments in one dtype: see `promotion`.
+
+What a pass writes to a weight lasts until the pass ends: afterwards the module has the weights that it had. So every pass is the
+model's first one, and what a model makes of its weights when it is first called is made of the weights as they are cast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
@@ -10,78 +21,391 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.op_tables import METADATA, TENSOR_PROPERTIES, Arguments
+from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of
+from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
+from dtype_engine.runtime.modes.op_tables import (
+    METADATA,
+    TENSOR_PROPERTIES,
+    Arguments,
+    is_in_place,
+    promoted_dtype,
+    recover,
+    replace_tensors,
+    takes_rows,
+    tensors_in,
+)
+from dtype_engine.runtime.modes.promotion import ImplicitCast, call_mixed, cast_of
+from dtype_engine.runtime.numerics.quantize import dtype_name
+
+_FLOATS = frozenset({torch.float64, torch.float32, torch.bfloat16, torch.float16})
+_CONTAINERS = (list, tuple, dict)
+_MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
+
+
+class _Kind(Enum):
+    """What a torch function is to the mode."""
+
+    CALL = "an operation"
+    WRITE = "an operation that writes to its first argument"
+    PROPERTY = "the value of a property"
+    SET = "a new value of a property"
+    METADATA = "a question about a tensor that no value has part in"
+    IS_FLOAT = "the question whether a tensor is of a float dtype"
+
+
+_kinds: dict[Any, _Kind] = {}
+
+
+def _kind_of(func: Any) -> _Kind:
+    name: str = func.__name__
+    if name == "__get__":
+        kind = _Kind.PROPERTY
+    elif name == "__set__":
+        kind = _Kind.SET
+    elif name in METADATA:
+        kind = _Kind.METADATA
+    elif name == "is_floating_point":
+        kind = _Kind.IS_FLOAT
+    else:
+        kind = _Kind.WRITE if is_in_place(name) else _Kind.CALL
+    _kinds[func] = kind
+    return kind
 
 
 class WeightMode(TorchFunctionMode):
-    """Sees every torch call of a forward pass, and may put other values in the place of a weight's.
+    """Sees every torch call of a forward pass.
 
-    A subclass says which weights it answers for (`weight_of`), their dtype and values (`dtype_of`, `value_of`), and how all
-    other calls run (`run`). Left as they are, nothing changes.
+    A subclass says which weights it replaces (`replaced`) and by what (`values_of`, `dtype_of`, `rows_of`).
 
-    Attributes:
-        weights: by `id` of the tensor in the module.
-        device: where the pass runs.
-        module: the dotted name of the module that is running, kept current by whoever runs the pass.
-        finished: how many module calls have finished, kept current in the same way.
-        first_use: `finished` when a weight was first used, by `id` of its tensor.
+    weights: by `id` of the tensor in the module.
     """
 
-    def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
+    def __init__(
+        self,
+        weights: Mapping[int, Weight],
+        device: torch.device,
+        replaced: Iterable[int] = (),
+        compute: torch.dtype = torch.float32,
+        rounding: ActivationRounding | None = None,
+    ) -> None:
         super().__init__()
         self.weights = weights
         self.device = device
+        """Where the pass runs."""
+        self.compute = compute
+        """The dtype of a storage-only weight that meets no activation."""
+        self.rounding = rounding
+        """Rounds what meets a quantised weight, where given (the setting `quantize_activations`)."""
+        self.record: Callable[[ImplicitCast], None] | None = None
+        """Is called with every implicit cast, where given."""
+        self.added = False
+        """Whether a call so far ran with other arguments than the model gave it, because of dtypes."""
         self.module = ""
+        """The dotted name of the module that is running, kept current by whatever runs the pass."""
         self.finished = 0
+        """How many module calls have finished, kept current in the same way."""
+        self.kept: Sequence[torch.Tensor] = ()
+        """Tensors that are no weights, and that a pass has to leave as they are too."""
         self.first_use: dict[int, int] = {}
+        """`finished` when a weight was first used, or a question about it was answered, by `id` of its tensor."""
+        self.operation = ""
+        """What torch is being called for; "" where the model itself names the dtype."""
+        self._replaced = set(replaced)
+        self._written: dict[int, torch.Tensor] = {}
+        """What the pass has made of weights that it wrote to, by `id`."""
+        self._standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        """The `id` of the weight whose values a tensor is that the model was given in its place."""
+        self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By `id` of a tensor: its data, to which the pass wrote through another one with that memory, and a copy from before."""
+        self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
+        self._dtypes: dict[int, torch.dtype] = {}
+        """Dtypes that weights of recurrent modules are said to have, by `id`."""
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the pass wrote to a weight, or to what else it has to leave as it is."""
+        return bool(self._written or self._held)
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for data, before in self._held.values():
+            data.copy_(before)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        name: str = func.__name__
-        if name == "__get__":
+        if kwargs is None:
+            kwargs = {}
+        kind = _kinds.get(func) or _kind_of(func)
+        if kind is _Kind.CALL and "out" not in kwargs:
+            return self.run(func, func.__name__, args, kwargs)
+        if kind is _Kind.PROPERTY:
             return self.read_property(func, args)
-        if name in METADATA or name == "__set__":
-            for given in args:
-                if id(given) in self.weights:
-                    self.note_use(id(given))  # some tell the dtype
-            return func(*args, **kwargs)
-        if name == "is_floating_point" and self.weight_of(args[0]) is not None:
+        if kind is _Kind.CALL or kind is _Kind.WRITE:
+            args, kwargs = self._before_write(args, kwargs)
+            return self.run(func, func.__name__, args, kwargs)
+        key = id(args[0])
+        for given in args:
+            if id(given) in self.weights:
+                self.note_use(id(given))  # some questions tell the dtype
+        if kind is _Kind.SET and func.__self__ is torch.Tensor.data and key in self.weights:
+            self._set_data(key, args[1])
+            return None
+        if kind is _Kind.IS_FLOAT and key in self._replaced:
             return True
-        return self.run(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        """Any call that is no question about a tensor; `name` is `func.__name__`.
+
+        Thousands of calls a pass come by here. Nearly all have arguments of one dtype, which are computed with as they are held.
+        """
+        as_given, dtype = self.rounding is None and self.record is None, None
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                key = id(value)
+                if key in self.weights:
+                    self.first_use.setdefault(key, self.finished)
+                    if key in self._replaced:
+                        as_given = False
+                own = value.dtype
+                if own is not dtype and own in _FLOATS:
+                    if dtype is not None:
+                        as_given = False
+                    dtype = own
+            elif isinstance(value, _CONTAINERS) and any(isinstance(item, _MAY_HOLD_TENSORS) for item in value):
+                as_given = False
+        if not as_given:
+            return self._run(func, name, args, kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            return recover(func, name, args, kwargs, self, error)
 
     def note_use(self, key: int) -> None:
         """The weight whose tensor has this `id` is used now, or a question about it is answered."""
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """`tensor.dtype`, `tensor.T` and the like: of a weight that this mode answers for, from `dtype_of` and `value_of`."""
-        weight = self.weight_of(args[0])
-        if weight is None:
+        """`tensor.dtype`, `tensor.T` and the like: of a weight that is replaced, those of its values."""
+        key = id(args[0])
+        weight = self.weights.get(key)
+        if weight is not None:
+            self.note_use(key)
+            if func.__self__ is torch.Tensor.dtype:
+                return self._dtypes.get(key) or (self._dtype_of(key, weight) if key in self._replaced else func(*args))
+        if func.__self__ not in TENSOR_PROPERTIES or (key not in self._replaced and self.rounding is None):
             return func(*args)
-        if func.__self__ is torch.Tensor.dtype:
-            return self.dtype_of(weight)
-        if func.__self__ in TENSOR_PROPERTIES:
-            return func(self.value_of(weight), *args[1:])
-        return func(*args)
+        if key not in self._replaced:
+            answer = func(*args)
+        else:
+            answer = func(self._value(key), *args[1:])
+            self._standing_for[answer] = key
+        if self.rounding is not None:
+            quantized = {key: weight.dtype} if weight is not None and self.is_quantized(weight) else {}
+            self.rounding.follow(answer, [args[0]], self.rounding.formats([args[0]], quantized))
+        return answer
 
-    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Any call that is no question about a tensor; `name` is `func.__name__`."""
-        return func(*args, **kwargs)
-
-    def weight_of(self, tensor: object) -> Weight | None:
-        """The weight behind a tensor of the module, where this mode answers for it."""
-        return None
+    def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
+        """The dtype of a weight that is replaced."""
+        return self._written[key].dtype if key in self._written else self.dtype_of(weight)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
-        """The dtype that a weight has for the model's own code."""
-        return weight.tensor.dtype
+        """The dtype that a weight which is replaced has for the model's own code."""
+        return self.compute
 
-    def value_of(self, weight: Weight) -> torch.Tensor:
-        """A weight's values in `dtype_of` it, on the device, in the weight's shape."""
-        return weight.tensor.data
+    def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+        """The values of a weight that is replaced, on the device, in the weight's shape. dtype: of the activation that it meets."""
+        raise NotImplementedError
 
-    def inputs_of(self, module: nn.Module, args: Arguments) -> Arguments:
-        """The positional arguments for a module that compares dtypes in Python, before any torch call sees them."""
-        return args
+    def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
+        """The same of all weights of one operation, whose name is given."""
+        return [self.value_of(weight, dtype) for weight in weights]
+
+    def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+        """What a look-up takes from a table that is replaced [rows, width]: [*ids, width], with no other row brought back."""
+        raise NotImplementedError
+
+    def is_quantized(self, weight: Weight) -> bool:
+        """Whether the values of a weight come from a storage format now, so that what meets it may be rounded."""
+        return False
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a weight, a view of one, or the values of one."""
+        if isinstance(tensor, nn.Parameter):
+            return True  # one that the model has made
+        base = base_of(tensor)
+        return any(
+            id(each) in self.weights or each in self._standing_for for each in (tensor, base) if each is not None
+        )
+
+    def arguments_of(self, module: nn.Module, args: Arguments) -> Arguments:
+        """The positional arguments to call a module with.
+
+        `nn.RNN`, `nn.LSTM` and `nn.GRU` compare dtypes in Python and raise before torch is called. So the second rule is applied to
+        them as a whole: their floats come in the promoted dtype of the module's weights.
+        """
+        if not isinstance(module, nn.RNNBase) or torch.is_autocast_enabled(self.device.type):
+            return args
+        floats = [tensor for tensor in tensors_in(args, {}) if tensor.is_floating_point()]
+        if not floats:
+            return args
+        weights = [tensor for tensor in module._flat_weights if tensor is not None]
+        dtypes = [self._dtype_beside(tensor, floats[0].dtype) for tensor in weights]
+        target = functools.reduce(torch.promote_types, dtypes)
+        self._dtypes = {id(weights[0]): target}
+        casts = {id(tensor): tensor.to(target) for tensor in floats if tensor.dtype != target}
+        for tensor in floats:
+            if tensor.dtype != target:
+                self.added = True
+                if self.record is not None:
+                    self.record(cast_of(tensor, target, type(module).__name__.lower(), self, torch_raises=True))
+        return replace_tensors(args, {}, casts)[0]
+
+    def _dtype_beside(self, tensor: torch.Tensor, activation: torch.dtype) -> torch.dtype:
+        """The dtype of a weight's values in an operation with an activation of this dtype."""
+        key = id(tensor)
+        if key not in self._replaced:
+            return tensor.dtype
+        if key not in self._written and self.is_quantized(self.weights[key]):
+            return activation
+        return self._dtype_of(key, self.weights[key])
+
+    def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        """A call with a weight that is replaced, with several dtypes, or of which something is noted."""
+        tensors = tensors_in(args, kwargs)
+        for tensor in tensors:
+            if id(tensor) in self.weights:
+                self.note_use(id(tensor))
+        found = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self._replaced}
+        if self.rounding is None:
+            return self._with_values(func, name, args, kwargs, tensors, found, None)
+        quantized = {key: weight.dtype for key, weight in found.items() if self.is_quantized(weight)}
+        formats = self.rounding.formats(tensors, quantized)
+        rounds = self.rounding.wanted(name, args, kwargs, formats) if formats else None
+        output = self._with_values(func, name, args, kwargs, tensors, found, rounds)
+        if formats and name != "embedding":  # whose rows are activations
+            self.rounding.follow(output, tensors, formats)
+        return output
+
+    def _with_values(
+        self,
+        func: Any,
+        name: str,
+        args: Arguments,
+        kwargs: dict[str, Any],
+        tensors: list[torch.Tensor],
+        found: Mapping[int, Weight],
+        rounds: Rounds | None,
+    ) -> Any:
+        """Call torch with the values of the weights that were found, and one operand rounded if it is to be."""
+        if found:
+            self.added = True
+            table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
+            if table in found and table not in self._written:
+                return self.rows_of(found[table], args[0])
+            args, kwargs = replace_tensors(args, kwargs, self._values(found, self._activation_dtype(tensors), name))
+        if rounds is not None:
+            args, kwargs = self._rounded(name, args, kwargs, rounds)
+        self.operation = name if kwargs.get("dtype") is None else ""
+        try:
+            output = call_mixed(func, name, args, kwargs, self)
+        finally:
+            self.operation = ""
+        if len(found) == 1 and isinstance(output, torch.Tensor) and base_of(output) is not None:
+            self._standing_for[output] = next(iter(found))
+        return output
+
+    def _activation_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
+        """The promoted dtype of the floats that are no weights; None where there are none."""
+        floats = [tensor for tensor in tensors if tensor.is_floating_point() and not self.is_weight(tensor)]
+        return promoted_dtype([tensor for tensor in floats if tensor.ndim] or floats) if floats else None
+
+    def _values(self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str) -> dict[int, torch.Tensor]:
+        """The values of weights that are replaced, by `id`. dtype: of the activation that they meet in the operation `name`."""
+        held = {key: weight for key, weight in found.items() if key not in self._written}
+        values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
+        for key, value in values.items():
+            self._standing_for[value] = key
+        for key in found.keys() - held.keys():
+            value = self._written[key]
+            values[key] = value if dtype is None or not self.is_quantized(found[key]) else value.to(dtype)
+        return values
+
+    def _value(self, key: int) -> torch.Tensor:
+        """The values of one weight that is replaced, for something else than an operation with an activation."""
+        return self._values({key: self.weights[key]}, None, "")[key]
+
+    def _rounded(
+        self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
+    ) -> tuple[Arguments, dict[str, Any]]:
+        """The arguments, with the operand that meets a quantised weight rounded; in what autocast computes in, under it."""
+        assert self.rounding is not None
+        self.added = True
+        kind = self.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        args, kwargs, before = self.rounding.apply(name, args, kwargs, rounds, dtype)
+        if self.record is not None:
+            self.record(ImplicitCast(self.module, name, dtype_name(before.dtype), rounds.dtype, before.numel(), False))
+        return args, kwargs
+
+    def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        """The arguments of a call that writes to the first of them, or to `out`. If that is a weight, the call gets a copy, which
+        is the weight for the rest of the pass; if it is in a weight's memory, the weight is put back after the pass.
+        """
+        destination = kwargs.get("out", args[0] if args else None)
+        if not isinstance(destination, torch.Tensor):
+            return args, kwargs
+        key = id(destination)
+        if key in self.weights:
+            self.note_use(key)
+            if key not in self._written:
+                value = self._value(key) if key in self._replaced else destination.data
+                self._written[key] = value.clone()
+                self._standing_for[self._written[key]] = key
+                self._replaced.add(key)
+            return replace_tensors(args, kwargs, {key: self._written[key]})
+        base = base_of(destination)
+        owner = destination if base is None else base
+        given = self._standing_for.get(owner, self._standing_for.get(destination))
+        if given is not None:
+            original = self.weights[given].original
+            if original.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
+                self._held.setdefault(given, (original, original.clone()))
+            self._written.setdefault(given, owner)
+            self._replaced.add(given)
+            return args, kwargs
+        for shared in self._sharing_memory(destination):
+            if id(shared) not in self._held:
+                self._held[id(shared)] = shared.data, shared.data.clone()
+        return args, kwargs
+
+    def _set_data(self, key: int, value: torch.Tensor) -> None:
+        """The model sets a weight's `data`, as `child.to(torch.float32)` does: it has these values for the rest of the pass."""
+        if id(value) in self._replaced:
+            value = self._value(id(value))
+        value = value.detach()
+        self._written[key] = value.clone() if next(self._sharing_memory(value), None) is not None else value
+        self._standing_for[self._written[key]] = key
+        self._replaced.add(key)
+
+    def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The weights, and what else is to be left as it is, that have memory in common with a tensor."""
+        if self._addresses is None:
+            lasting = [*(weight.tensor for weight in self.weights.values()), *self.kept]
+            self._addresses = sorted(((*_span(each), each) for each in lasting), key=lambda span: span[:2])
+        start, end = _span(tensor)
+        for index in range(bisect_left(self._addresses, end, key=lambda span: span[0]) - 1, -1, -1):
+            _, last, lasting_tensor = self._addresses[index]
+            if last <= start:
+                return
+            yield lasting_tensor
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first byte, and after its last; 0 where it has none."""
+    if not tensor.numel() or tensor.layout is not torch.strided:
+        return 0, 0
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = tensor.data_ptr()
+    return start, start + (steps + 1) * tensor.element_size()

@@ -66,6 +66,8 @@ class ModuleCalls:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self._cancelled():
                 raise Cancelled
+            if isinstance(module, nn.RNNBase) and self.under_way is not None:
+                args = self._arguments_of(self.under_way, module, args)
             return as_called(module, *args, **kwargs)
 
         return call
@@ -77,48 +79,32 @@ class ModuleCalls:
                 return as_called(module, *args, **kwargs)
             if self._cancelled():
                 raise Cancelled
-            if run.notes_begin:
-                return self._call_of(run, name, module, args, kwargs)
-            began = len(run.finished)
-            try:
+            run.begin(name, args, kwargs)
+            if isinstance(module, nn.RNNBase):
+                args = self._arguments_of(run, module, args)
+            earlier = run.earlier_call(name)
+            if earlier is None:
                 output = as_called(module, *args, **kwargs)
-            except BaseException:
-                run.note_failure(name)
-                raise
-            if run.watched is None or name in run.watched:
-                self._take_in(run, run.observe, name, output, began)
             else:
-                run.finished.append(name)
+                with WithoutModes():
+                    output = clone_output(earlier.output)
+            if run.watches(name):
+                started = time.perf_counter()
+                with self._apart():
+                    run.finish(name, output)
+                run.observing_seconds += time.perf_counter() - started
+            else:
+                run.finish(name, output)
             return output
 
         return call
 
-    def _call_of(self, run: ForwardPass, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call whose begin the pass notes, and for which it may have an earlier output."""
-        given = run.begin(name, module, args, kwargs)
-        if given is not None:
-            args, kwargs = given
-        earlier = run.earlier_call(name)
-        if earlier is None:
-            output = as_called(module, *args, **kwargs)
-        else:
-            with WithoutModes():
-                output = clone_output(earlier.output)
-        self._take_in(run, run.finish, name, output)
-        return output
-
-    def _take_in(self, run: ForwardPass, take_in: Callable[..., None], *returned: Any) -> None:
-        """Take in what a module returned: neither that nor the time that it takes is the pass's own."""
-        started = time.perf_counter()
-        if run.mode is not None or self._autocast_on or torch.is_inference_mode_enabled():
-            with self._apart(run):
-                take_in(*returned)
-        else:
-            take_in(*returned)
-        run.observing_seconds += time.perf_counter() - started
+    def _arguments_of(self, run: ForwardPass, module: nn.Module, args: Any) -> Any:
+        with WithoutModes():
+            return run.mode.arguments_of(module, args)
 
     @contextmanager
-    def _apart(self, run: ForwardPass) -> Iterator[None]:
+    def _apart(self) -> Iterator[None]:
         """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes. In a model's
         `torch.inference_mode` it would make tensors that can't be written to after the pass.
         """
@@ -126,8 +112,7 @@ class ModuleCalls:
             if torch.is_inference_mode_enabled():
                 contexts.enter_context(torch.inference_mode(False))
                 contexts.enter_context(torch.no_grad())
-            if run.mode is not None:
-                contexts.enter_context(WithoutModes())
+            contexts.enter_context(WithoutModes())
             if self._autocast_on:
                 contexts.enter_context(torch.autocast(self._autocast_on, enabled=False))
             yield

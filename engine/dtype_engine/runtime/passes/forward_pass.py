@@ -7,7 +7,6 @@ from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import nn
 
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call
@@ -26,9 +25,6 @@ class ModuleObserver:
     def replay(self, module: str, observed: Any) -> None:
         """Take what an earlier pass's observer returned, for a call whose output is reused from that pass."""
 
-    def restart(self) -> None:
-        """Forget what was observed: the pass failed on the way, or reused too much, and runs again from its beginning."""
-
 
 class ForwardPass:
     """The state of one forward pass while it is under way.
@@ -43,13 +39,11 @@ class ForwardPass:
         observing_seconds: seconds spent on observing, which do not belong to the pass.
 
     weights: the model's, by `id`. watched: the modules whose outputs are observed, None for all.
-    notes_begin: whether calls are reported when they begin, too: a mode has to know which module is running, and an earlier output
-    replaces a call before that is made.
     """
 
     def __init__(
         self,
-        mode: WeightMode | None,
+        mode: WeightMode,
         observer: ModuleObserver,
         cache: OutputCache | None,
         reusable_calls: dict[tuple[str, int], int],
@@ -64,7 +58,6 @@ class ForwardPass:
         self.earlier = earlier
         self.weights = weights
         self.watched = watched
-        self.notes_begin = mode is not None or bool(reusable_calls)
         self.effects: SideEffects | None = None
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.inside: list[str] = []
@@ -73,21 +66,17 @@ class ForwardPass:
         self.spans: list[int] = []
         self.observing_seconds = 0.0
 
-    def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A module is called. Returns the arguments to call it with instead, both kinds, or None for those it has."""
+    def begin(self, name: str, args: Any, kwargs: Any) -> None:
+        """A module is called."""
         self.inside.append(name)
         self.began.append(len(self.finished))
         if self.effects is not None:
             self.effects.begin(args, kwargs)
-        if self.mode is None:
-            return None
         self.mode.module = name
-        return (self.mode.inputs_of(module, args), kwargs) if isinstance(module, nn.RNNBase) else None
 
-    def note_failure(self, name: str) -> None:
-        """A module raised whose begin was not noted: the innermost is the first of which this is called."""
-        if not self.inside:
-            self.inside.append(name)
+    def watches(self, name: str) -> bool:
+        """Whether what a module returns is observed."""
+        return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
         """The call of an earlier pass whose output is what the module would return now."""
@@ -101,15 +90,14 @@ class ForwardPass:
         began = self.began.pop()
         if self.effects is not None:
             self.effects.finish(name, len(self.inside))
-        if self.watched is None or name in self.watched:
-            self.observe(name, output, began)
+        if self.watches(name):
+            self._observe(name, output, began)
         else:
             self.finished.append(name)
-        if self.mode is not None:
-            self.mode.module = self.inside[-1] if self.inside else ""
-            self.mode.finished = len(self.finished)
+        self.mode.module = self.inside[-1] if self.inside else ""
+        self.mode.finished = len(self.finished)
 
-    def observe(self, name: str, output: Any, began: int) -> None:
+    def _observe(self, name: str, output: Any, began: int) -> None:
         """Take in what a watched module returned, or all that an earlier output replaces. began: how many calls had finished when
         it began.
         """

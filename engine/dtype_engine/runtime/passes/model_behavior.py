@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
-
-from dtype_engine.core.options import RunSettings
-from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
@@ -19,54 +15,18 @@ class ModelBehavior:
     A session has one, which all that run passes over its model share. A new one is always right: it only knows less.
     """
 
-    plain_fails: set[tuple[torch.dtype | None, RunSettings]] = field(default_factory=set)
-    """The dtypes and settings in which the candidate can't run without the rules of mixed dtypes."""
-    plain_reference_fails: bool = False
-    """Whether the reference can't run without a mode either."""
-    rules_do_nothing: set[tuple[str, int]] = field(default_factory=set)
-    """Kinds of plain passes, each with the order of its calls, in which the rules of mixed dtypes change nothing."""
-    rules_differ: set[tuple[str, int]] = field(default_factory=set)
-    """Those in which a pass under the rules gives another output than plain torch."""
-    first_uses: dict[int, dict[str, int]] = field(default_factory=dict)
-    """By the order of a reference pass's calls (see `PassResult.order`): how many calls had finished when each weight was first
-    used."""
     observed: bool = False
-    """Whether a pass was watched for side effects: without one the next four fields say nothing."""
+    """Whether a pass was watched for side effects: without one the next two fields say nothing."""
     writers: set[str] = field(default_factory=set)
     """Modules that change what they are given: an output that one returned before can't take the place of calling it."""
     stateful: bool = False
     """Whether calls depend on more than what they are given: on tensors that the model keeps, or on random numbers."""
-    overwritten: list[str] = field(default_factory=list)
-    """The weights that the model's own code writes to in a pass."""
-    carries_over: list[str] = field(default_factory=list)
-    """Classes of modules that keep tensors from one pass for the next, and can't be given back what they had."""
 
-    def add_effects(self, effects: SideEffects, weights: Mapping[int, Weight]) -> None:
-        """Take in what a pass did apart from returning its output. weights: the model's, by `id` of their tensors."""
+    def add_effects(self, effects: SideEffects) -> None:
+        """Take in what a pass did apart from returning its output."""
         self.observed = True
         self.writers |= effects.writers
         self.stateful |= effects.is_stateful()
-        names = (weights[id(tensor)].info.name for tensor in effects.overwritten() if id(tensor) in weights)
-        self.overwritten = list(dict.fromkeys([*self.overwritten, *names]))
-
-    def add_carried_over(self, classes: Iterable[str]) -> None:
-        """Take in the classes of modules that kept tensors of a pass."""
-        self.carries_over = list(dict.fromkeys([*self.carries_over, *classes]))
-
-    def add_first_uses(self, order: int, uses: Mapping[str, int]) -> None:
-        """Take in the first uses in a reference pass whose calls had this order; of two that differ the earlier counts."""
-        self.first_uses[order] = earliest(self.first_uses.get(order, {}), uses)
-
-    def notices(self) -> tuple[str, ...]:
-        """What a reader of figures has to know: that passes do not begin alike."""
-        notices = []
-        for verb, names in (("writes to", self.overwritten), ("keeps tensors in", self.carries_over)):
-            if names:
-                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                notices.append(
-                    f"the model {verb} {names[0]}{more} while it runs: each pass begins with what the last one left"
-                )
-        return tuple(notices)
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

@@ -20,8 +20,7 @@ class PassOptions:
     watched: frozenset[str] | None = None
     """The modules whose outputs the observer is given; None for all."""
     learns: bool = False
-    """Whether the first uses of weights and side effects are noted in the model's `ModelBehavior`. A pass that runs plainly is
-    run once more for that, since torch takes other paths under a mode."""
+    """Whether side effects are noted in the model's `ModelBehavior`."""
     cache_bytes: int = 0
     """How many bytes of outputs may be kept for a later pass; 0: there is no cache."""
     cached: frozenset[str] | None = None
@@ -31,7 +30,7 @@ class PassOptions:
     prefix: int | None = None
     """How many calls of `earlier` can't have changed; None: those before the first use of a weight that was cast since."""
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """Makes a context to enter outside of the pass's mode, which it is given. The pass then runs under a mode in any case."""
+    """Makes a context to enter outside of the pass's mode, which it is given."""
 
 
 @dataclass(slots=True)
@@ -46,19 +45,13 @@ class PassResult(Generic[Output]):
     spans: list[int]
     """How many calls had finished when each of `finished` began; shorter where not every module was watched."""
     first_use: dict[str, int]
-    """How many calls had finished when each weight was first used; empty for a plain pass, which can't see it."""
-    kind: str
-    """What its outputs depend on apart from weights and input: plain or by which rules, and the settings."""
-    plain: bool
-    """Whether it ran without a mode, as torch runs the module by itself."""
+    """How many calls had finished when each weight was first used."""
+    added: bool
+    """Whether anything ran that plain torch does not run: a weight was brought back from a storage format, or a call was made
+    with other dtypes than the model gave it."""
     reused: bool = False
     """Whether outputs of an earlier pass took the place of some calls."""
     cache: OutputCache | None = None
     """The outputs that are kept for a later pass."""
     left_wide: frozenset[str] = frozenset()
     """Operations with a quantised weight whose input was not rounded, where activations are quantised."""
-
-    @property
-    def order(self) -> int:
-        """A hash of the order of its calls."""
-        return hash(tuple(self.finished))

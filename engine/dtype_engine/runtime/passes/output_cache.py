@@ -77,22 +77,18 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 
 @dataclass(slots=True)
 class OutputCache:
-    """The outputs of one pass: the calls that were watched, in the order they finished, the dtypes of the weights, and the kind of
-    pass (see `PassResult`).
+    """The outputs of one pass: the calls that were watched, in the order they finished, and the dtypes of the weights.
 
-    only: the modules whose outputs it keeps, None for all.
-    names: the modules of all calls of the pass, one after another, and `order` a hash of them. first_use: how many calls had
-    finished when each weight was first used; None for a plain pass, which notes nothing.
+    only: the modules whose outputs it keeps, None for all. names: the modules of all calls of the pass, one after another.
+    first_use: how many calls had finished when each weight was first used.
 
     Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty.
     """
 
     dtypes: Mapping[str, str]
-    kind: str
     budget: int
     only: frozenset[str] | None = None
-    order: int = 0
-    first_use: Mapping[str, int] | None = None
+    first_use: Mapping[str, int] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     nbytes: int = 0
@@ -128,12 +124,6 @@ class OutputCache:
         began_after = self.calls[index].began_after
         first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
         return self.calls[first : index + 1]
-
-    def uses(self, of_references: Mapping[int, Mapping[str, int]]) -> Mapping[str, int]:
-        """`first_use`, for a plain pass that of a reference whose calls had the same order: other inputs may take another way, and
-        where no reference went it nothing is known.
-        """
-        return of_references.get(self.order, {}) if self.first_use is None else self.first_use
 
     def changed(self, dtypes: Mapping[str, str]) -> set[str]:
         """The weights that have another dtype among these."""

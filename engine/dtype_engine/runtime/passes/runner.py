@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -13,15 +12,15 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
-from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
+from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
-from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode, reference_dtype
+from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
@@ -30,7 +29,6 @@ from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior, earliest
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
-from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.state_restore import as_every_pass, stored_values
 
@@ -43,8 +41,7 @@ class ForwardRunner:
     """Runs a live model, observed and stoppable between two modules, while it is open.
 
     What is run is a function that calls the module: `reference_call` and `candidate_call` make one of a batch. Every way to run
-    takes `PassOptions`, reports to one observer and returns a `PassResult`. Where a pass has to run again from its beginning, the
-    runner calls the observer's `restart`. All raise NoForward, KernelError and Cancelled.
+    takes `PassOptions`, reports to one observer and returns a `PassResult`. All raise NoForward, KernelError and Cancelled.
 
     watch: without it a pass can be stopped, but nothing is observed. behavior: what is known of the model, shared by all that run
     passes over it; by default nothing is.
@@ -98,52 +95,33 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the weights as stored, in float32 (float64 where they are stored in it).
-
-        A model stored in float32 runs plainly on its stored tensors; any other under `ReferenceMode`. Neither makes a second
-        set of weights.
-        """
-        if options.around is None and self._reference_runs_plainly():
-            try:
-                with stored_values(self.model):
-                    result = self._run(call, None, "plain reference", options, observer)
-                    if options.learns and result.order not in self.behavior.first_uses:
-                        # A pass of its own: torch takes other paths when any mode is there.
-                        uses = FirstUseRecorder(self.model.by_id, self.model.device)
-                        self._keep_uses(self._run(call, uses, "plain reference", PassOptions(learns=True), _IGNORES))
-                    return result
-            except (Cancelled, UserError):
-                raise
-            except Exception:
-                self.behavior.plain_reference_fails = True
-                observer.restart()
+        """Run the weights as stored, in float32 (float64 where they are stored in it), without a second set of them."""
         # Another mode around this one may keep what it sees: then every widened weight needs memory of its own.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
-        mode = ReferenceMode(self.model.by_id, self.model.device, widened)
-        result = self._run(call, mode, "reference", options, observer)
-        if options.learns:
-            self._keep_uses(result)
-        return result
+        on_cpu = self.model.device.type == "cpu"  # elsewhere there may be no room for all of them
+        with stored_values(self.model) if on_cpu else nullcontext():
+            mode = ReferenceMode(self.model.by_id, self.model.device, widened)
+            return self._run(call, mode, options, observer)
 
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model as it is cast now.
-
-        Where every weight has one computed dtype the module runs plainly, with no mode in between; see `settle_kind`.
-        """
-        uniform = self.model.uniform_dtype()
-        key = uniform, self.settings
-        if uniform is not None and options.around is None and key not in self.behavior.plain_fails:
-            try:
-                return self._candidate(call, None, f"plain {uniform}, {self.settings}", options, observer)
-            except (Cancelled, UserError):
-                raise
-            except Exception:
-                self.behavior.plain_fails.add(key)
-                observer.restart()
-                options = replace(options, earlier=None)
-        return self._candidate(call, self._rules(), self._kind_of_rules, options, observer)
+        """Run the model as it is cast now, and reuse what can't have changed since `options.earlier`."""
+        forms = {name: weight.form for name, weight in self.model.weights.items()}
+        cache, earlier = _new_cache(forms, options), options.earlier
+        prefix, reused = 0, dict[tuple[str, int], int]()
+        if earlier is not None and earlier.only == options.cached:
+            prefix = min((earlier.first_use.get(name, 0) for name in earlier.changed(forms)), default=0)
+            reused = self._reusable(earlier, prefix)
+        if earlier is not None and not reused:
+            earlier.release()
+        mode = CandidateMode(self.model.by_id, self._compute, self.model.device, self._rounding())
+        result = self._run(call, mode, options, observer, cache, reused, self._autocast)
+        if cache is not None:
+            # What was not run again noted nothing: what was known of it holds.
+            known = earlier.first_use if earlier is not None and reused else {}
+            cache.first_use = earliest(known, result.first_use)
+        return result
 
     def partial(
         self,
@@ -159,83 +137,16 @@ class ForwardRunner:
         (by `id`).
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
-        cache = _new_cache({}, "partial", options)
+        cache = _new_cache({}, options)
         earlier = options.earlier
         reused = self._reusable(earlier, options.prefix or 0) if earlier is not None else {}
-        return self._run(call, mode, "partial", options, observer, cache, reused), mode.uses
-
-    def settle_kind(self, call: Callable[[], Any], result: PassResult[Any]) -> None:
-        """Find out, once for a dtype and an order of calls, whether a plain pass and one under the rules are the same, by running
-        a plain one once more under the rules: if these have nothing to do and give the same, outputs of a plain pass whose calls
-        have that order may be reused in a mixed one and the other way round. For when figures are not waited for.
-        """
-        behavior, key = self.behavior, (result.kind, result.order)
-        if result.reused or not result.plain or key in behavior.rules_do_nothing | behavior.rules_differ:
-            return
-        rules = self._rules()
-        try:
-            under_rules = self._run(call, rules, self._kind_of_rules, _NOTHING, _IGNORES, autocast=self._autocast)
-            same = not rules.acted and torch.equal(main_output(under_rules.output)[1], main_output(result.output)[1])
-        except (NoForward, KernelError):
-            same = False  # the figures stand
-        (behavior.rules_do_nothing if same else behavior.rules_differ).add(key)
-
-    def _candidate(
-        self,
-        call: Callable[[], Output],
-        mode: MixedDtypeMode | None,
-        kind: str,
-        options: PassOptions,
-        observer: ModuleObserver,
-    ) -> PassResult[Output]:
-        """Run the candidate, and reuse what can't have changed since `options.earlier`."""
-        forms = {name: weight.form for name, weight in self.model.weights.items()}
-        cache, earlier = _new_cache(forms, kind, options), options.earlier
-        known, changed, prefix = dict[str, int](), set[str](), 0
-        reused: dict[tuple[str, int], int] = {}
-        if earlier is not None and self._is_same_kind(earlier, kind, options.cached):
-            known, changed = dict(earlier.uses(self.behavior.first_uses)), earlier.changed(forms)
-            prefix = min((known.get(name, 0) for name in changed), default=0)
-            reused = self._reusable(earlier, prefix)
-        if earlier is not None and not reused:
-            earlier.release()
-        result = self._run(call, mode, kind, options, observer, cache, reused, self._autocast)
-        if reused and any(result.first_use.get(name, prefix) < prefix for name in changed):
-            # A weight that was cast since is used before the outputs that were reused: the reference went another way.
-            observer.restart()
-            rules = self._rules() if mode is not None else None
-            return self._candidate(call, rules, kind, replace(options, earlier=None), observer)
-        if cache is not None:
-            cache.order = result.order
-            if mode is not None:
-                # What was not run again noted nothing: what was known of it holds.
-                cache.first_use = earliest(known, result.first_use) if reused else result.first_use
-        return result
-
-    def _is_same_kind(self, earlier: OutputCache, kind: str, cached: frozenset[str] | None) -> bool:
-        """Whether outputs of an earlier pass are of the same modules, and of a kind that gives the same where calls have its
-        order.
-        """
-        same = self.behavior.rules_do_nothing
-        kinds = {self._kind_of_rules if (each, earlier.order) in same else each for each in (earlier.kind, kind)}
-        return len(kinds) == 1 and earlier.only == cached
+        return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
         """What of the first `prefix` calls of an earlier pass is reused."""
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
-
-    @property
-    def _kind_of_rules(self) -> str:
-        """What the kind of a pass under the rules is called."""
-        return f"rules, {self.settings}"
-
-    def _rules(self) -> MixedDtypeMode:
-        autocast = self._autocast is not None
-        return MixedDtypeMode(
-            self.model.by_id, self._compute, self.model.device, autocast=autocast, rounding=self._rounding()
-        )
 
     def _rounding(self) -> ActivationRounding | None:
         """What rounds activations in one pass, where the settings ask for it."""
@@ -251,21 +162,10 @@ class ForwardRunner:
     def _stored_dtypes(self) -> set[str]:
         return {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}
 
-    def _reference_runs_plainly(self) -> bool:
-        """Whether the reference is the stored tensors, run plainly."""
-        model = self.model
-        in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
-        return self._stored_dtypes() <= {"float32"} and in_place and not self.behavior.plain_reference_fails
-
-    def _keep_uses(self, result: PassResult[Any]) -> None:
-        """Keep the first uses of a reference pass for every pass whose calls have the same order."""
-        self.behavior.add_first_uses(result.order, result.first_use)
-
     def _run(
         self,
         call: Callable[[], Output],
-        mode: WeightMode | None,
-        kind: str,
+        mode: WeightMode,
         options: PassOptions,
         observer: ModuleObserver,
         cache: OutputCache | None = None,
@@ -276,8 +176,8 @@ class ForwardRunner:
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         try:
-            with as_every_pass(model, behavior, modules):
-                if options.learns and mode is not None:
+            with as_every_pass(model, behavior, modules, mode):
+                if options.learns:
                     run.effects = SideEffects(modules, model.device)
                 self._calls.under_way = run
                 started = time.perf_counter()
@@ -285,51 +185,43 @@ class ForwardRunner:
                     contexts.enter_context(torch.no_grad())
                     if autocast is not None:
                         contexts.enter_context(torch.autocast(model.device.type, autocast))
-                    if mode is not None:
-                        if options.around is not None:
-                            contexts.enter_context(options.around(mode))
-                        contexts.enter_context(mode)
+                    if options.around is not None:
+                        contexts.enter_context(options.around(mode))
+                    contexts.enter_context(mode)
                     contexts.enter_context(exits_as_errors())
                     output = call()
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
-                    behavior.add_effects(run.effects, model.by_id)
-            if run.effects is not None:
-                behavior.add_carried_over(run.effects.carried_over())
+                    behavior.add_effects(run.effects)
         except (Cancelled, UserError):
             raise
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]
             raise NoForward(f"{_where(run.inside)}: not enough memory on {model.device} ({reason})") from error
         except Exception as error:
-            if mode is None or isinstance(mode, FirstUseRecorder):
-                raise
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._calls.under_way = None
-        noted = mode.first_use.items() if mode is not None else ()
-        rounding = mode.rounding if isinstance(mode, MixedDtypeMode) else None
         return PassResult(
             output=output,
             seconds=seconds,
             finished=run.finished,
             spans=run.spans,
-            first_use={model.by_id[key].info.name: finished for key, finished in noted},
-            kind=kind,
-            plain=mode is None,
+            first_use={model.by_id[key].info.name: finished for key, finished in mode.first_use.items()},
+            added=mode.added,
             reused=bool(reused),
             cache=cache,
-            left_wide=frozenset(rounding.left_wide) if rounding is not None else frozenset(),
+            left_wide=frozenset(mode.rounding.left_wide) if mode.rounding is not None else frozenset(),
         )
 
 
-def _new_cache(forms: dict[str, str], kind: str, options: PassOptions) -> OutputCache | None:
+def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
     """Where outputs are kept for a later pass, if any are to be."""
     if not options.cache_bytes:
         return None
-    return OutputCache(forms, kind, options.cache_bytes, options.cached)
+    return OutputCache(forms, options.cache_bytes, options.cached)
 
 
 def _where(inside: list[str]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,8 +13,6 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 _DEPTH = 6
 """How far containers and objects are looked into: a cache, its list of layers, a layer, its tuple, a tensor."""
 _HOLDERS = (dict, list, tuple, set, torch.Tensor)
-_MODULES = frozenset({"_modules"})
-_REGISTERED = _MODULES | {"_parameters", "_buffers"}
 Found = list[tuple[Any, Any]]
 """Objects, and what tells whether one was written to: a tensor's version, a container's length."""
 
@@ -34,7 +32,6 @@ class SideEffects:
         self._device = device
         self._given: list[tuple[Any, Any, Found]] = []
         self._held = self._tensors_held()
-        self._in_attributes = self._tensors_in_attributes()
         self._drawn = self._generators()
 
     def begin(self, args: Any, kwargs: Any) -> None:
@@ -56,38 +53,20 @@ class SideEffects:
         drawn = any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
         return drawn or not _is_same(self._held, self._tensors_held())
 
-    def overwritten(self) -> Iterator[torch.Tensor]:
-        """The tensors held before the pass that something wrote to."""
-        return (tensor for tensor, version in self._held if version_of(tensor) != version)
-
     def _tensors_held(self) -> Found:
         seen: set[int] = set()
-        return [each for module in self._modules for each in _tensors_of(module, _MODULES, seen)]
-
-    def carried_over(self) -> Iterator[str]:
-        """The pass is over, and what can be is put back: the classes of modules that hold other tensors than before outside their
-        parameters and buffers, or have written to one.
-        """
-        for module, before, after in zip(
-            self._modules, self._in_attributes, self._tensors_in_attributes(), strict=True
-        ):
-            if not _is_same(before, after):
-                yield type(module).__name__
-
-    def _tensors_in_attributes(self) -> list[Found]:
-        """Of each module, those that are neither parameters nor buffers."""
-        return [_tensors_of(module, _REGISTERED, set()) for module in self._modules]
+        return [each for module in self._modules for each in _tensors_of(module, seen)]
 
     def _generators(self) -> list[torch.Tensor]:
         states = [torch.default_generator.get_state()]
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
 
 
-def _tensors_of(module: nn.Module, besides: Container[str], seen: set[int]) -> Found:
-    """The tensors in a module's attributes, in containers too. besides: attributes that are left out."""
+def _tensors_of(module: nn.Module, seen: set[int]) -> Found:
+    """The tensors in a module's attributes, in containers too."""
     found: Found = []
     for name, value in module.__dict__.items():
-        if name not in besides and isinstance(value, _HOLDERS) and (isinstance(value, torch.Tensor) or value):
+        if name != "_modules" and isinstance(value, _HOLDERS) and (isinstance(value, torch.Tensor) or value):
             _collect(value, found, seen, _DEPTH, objects=False)
     return [(value, version) for value, version in found if isinstance(value, torch.Tensor)]
 

@@ -7,19 +7,24 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from enum import Enum
 from numbers import Number
 from operator import is_
+from types import ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from dtype_engine.core.errors import NoForward
-from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.model.torch_private import slots_of
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.torch_private import own_tensors
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
-_CONTAINERS = (list, dict, set, deque)
+_CONTAINERS = (list, dict, set, deque, tuple)
+_NO_HOLDERS = (nn.Module, ModuleType, Enum)
+_DEPTH = 6
+"""How far containers and objects are looked into."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 
 
@@ -39,30 +44,11 @@ def stored_values(model: LiveModel) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_codes(model: LiveModel) -> Iterator[None]:
-    """For a pass: a model that converts a module itself (`child.to(torch.float32)`) puts values in the place of a storage-only
-    weight's codes. These are put back, and NoForward is raised.
-    """
-    before = [(weight, weight.tensor.data) for weight in model.weights.values() if weight.scale is not None]
-    converted: list[Weight] = []
-    try:
-        yield
-    finally:
-        for weight, codes in before:
-            if weight.tensor.dtype != codes.dtype:
-                converted.append(weight)
-                weight.tensor.data = codes
-    if converted:
-        raise NoForward(
-            f"the model converts {converted[0].info.name} itself while it runs, so it can't be measured in {converted[0].dtype}; "
-            "leave it in float32, float16 or bfloat16"
-        )
-
-
-@contextmanager
-def as_every_pass(model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module]) -> Iterator[None]:
-    """For a pass: it begins as every other does, and leaves the model as it found it. Raises NoForward as `keeping_codes` does."""
-    with same_random_numbers(model.device), left_as_found(behavior, modules), keeping_codes(model), uncompiled():
+def as_every_pass(
+    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
+) -> Iterator[None]:
+    """For a pass under this mode: it begins as every other does, and leaves the model as it found it."""
+    with same_random_numbers(model.device), left_as_found(model, behavior, modules, mode), uncompiled():
         yield
 
 
@@ -87,51 +73,92 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def left_as_found(behavior: ModelBehavior, modules: Collection[nn.Module]) -> Iterator[None]:
-    """For a pass: where a module has another tensor than before as a parameter, a buffer or an attribute, it gets back what it had,
-    and the numbers that it keeps with it; so it does where it has another number, or other things in a list, a dict or a set. So
-    every pass begins with the same, and a cast reaches the tensor that it casts. Such a model is `stateful` from then on.
+def left_as_found(
+    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
+) -> Iterator[None]:
+    """For a pass: the modules get back the tensors that they had (as parameters, as buffers and in attributes), the numbers, and
+    what was in their containers and objects. So every pass is the first one: what a model makes of its weights when it is first
+    called, it makes again of the weights as they are cast. Such a model is `stateful` from then on.
 
-    What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
+    Modules with packed weights are left alone: they are unpacked once, and can't be cast.
     """
-    found = [(module, [*map(dict, _kept_by(module))]) for module in modules]
-    contents = [(container, copy(container)) for module in modules for container in _containers_of(module)]
+    state = _State()
+    for module in modules:
+        weights = [model.by_id.get(id(tensor)) for _, tensor, _ in own_tensors(module)]
+        if all(weight is None or weight.info.uncastable_reason is None for weight in weights):
+            state.add_module(module)
+    mode.kept = state.tensors
     try:
         yield
     finally:
-        for module, before in found:
-            behavior.stateful |= _put_back(module, before)
-        for container, had in contents:
-            if not _has_same(container, had):
-                _refill(container, had)
-                behavior.stateful = True
+        behavior.stateful |= state.restore(mode.wrote) or mode.wrote
 
 
-def _kept_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return module.__dict__, *slots_of(module)
+class _State:
+    """What modules hold."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        """Those in attributes."""
+        self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """What has names (of modules and objects), and what it had."""
+        self._containers: list[tuple[Any, Any]] = []
+        """Containers, and what was in each."""
+        self._seen: set[int] = set()
+
+    def add_module(self, module: nn.Module) -> None:
+        """Take in what a module holds: its children hold theirs."""
+        attributes = module.__dict__
+        of_torch = [attributes[name] for name in _OF_TORCH if isinstance(attributes.get(name), dict)]
+        self._named += [(each, each.copy()) for each in (attributes, *of_torch)]
+        for name, value in attributes.items():
+            if name not in _OF_TORCH:
+                self._add(value, _DEPTH)
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+            return
+        holders = self._containers
+        if type(value) not in _CONTAINERS:
+            if isinstance(value, _NO_HOLDERS) or callable(value) or not hasattr(value, "__dict__"):
+                return
+            value, holders = vars(value), self._named
+        if id(value) in self._seen or not depth:
+            return
+        self._seen.add(id(value))
+        if type(value) is not tuple:
+            holders.append((value, copy(value)))
+        for item in list(value.values() if isinstance(value, dict) else value):
+            self._add(item, depth - 1)
+
+    def restore(self, wrote: bool) -> bool:
+        """Put back what has changed, and tell whether that was tensors, numbers or what is in a container.
+
+        Where tensors have changed, or the pass `wrote` to one, everything is put back: a flag says that something was done.
+        Otherwise flags and functions stay, such as hooks that were registered once.
+        """
+        containers = [(holder, had) for holder, had in self._containers if not _has_same(holder, had)]
+        for holder, had in containers:
+            _refill(holder, had)
+        named = [(holder, had) for holder, had in self._named if not _has_same(holder, had)]
+        everything = wrote or any(_has_tensor(value) for holder, had in named for value in _changed(holder, had))
+        numbers = False
+        for holder, had in named:
+            if everything:
+                _refill(holder, had)
+                continue
+            for name, number in had.items():
+                if _is_number(number) and holder.get(name) is not number:
+                    holder[name], numbers = number, True
+        return bool(containers) or everything or numbers
 
 
-def _put_back(module: nn.Module, found: list[dict[str, Any]]) -> bool:
-    """Put attributes, parameters and buffers back if a tensor was among what changed of them, else numbers, and tell whether
-    anything was.
-    """
-    changes = [
-        (kept, before, [name for name in kept if kept[name] is not before.get(name)])
-        for kept, before in zip(_kept_by(module), found, strict=True)
-    ]
-    for kept, before, names in changes[1:]:
-        names[:] = [name for name in names if before.get(name) is not None and kept[name] is not None]
-    pairs = [(kept[name], before.get(name)) for kept, before, names in changes for name in names]
-    if not any(_has_tensor(value) for pair in pairs for value in pair):
-        for kept, before, names in changes:
-            names[:] = [name for name in names if _is_number(kept[name]) and _is_number(before.get(name))]
-    for kept, before, names in changes:
-        for name in names:
-            if name in before:
-                kept[name] = before[name]
-            elif not isinstance(kept[name], bool):  # that something was done once
-                del kept[name]
-    return any(names for _, _, names in changes)
+def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
+    """The values that are not what they were, before and after."""
+    for name in holder.keys() | had.keys():
+        if holder.get(name) is not had.get(name):
+            yield from (holder.get(name), had.get(name))
 
 
 def _has_tensor(value: Any) -> bool:
@@ -144,11 +171,6 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Number) and not isinstance(value, bool)
 
 
-def _containers_of(module: nn.Module) -> list[Any]:
-    """Lists, dicts and sets among a module's own attributes, torch's left out."""
-    return [value for name, value in module.__dict__.items() if type(value) in _CONTAINERS and name not in _OF_TORCH]
-
-
 def _has_same(container: Any, had: Any) -> bool:
     """Whether the very same objects are in it: tensors have no equality of two."""
     if isinstance(container, set):
@@ -158,5 +180,10 @@ def _has_same(container: Any, had: Any) -> bool:
 
 
 def _refill(container: Any, had: Any) -> None:
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(had)
+    if not isinstance(container, dict):
+        container.clear()
+        (container.extend if isinstance(container, (list, deque)) else container.update)(had)
+        return
+    for name in container.keys() - had.keys():
+        del container[name]
+    container.update(had)

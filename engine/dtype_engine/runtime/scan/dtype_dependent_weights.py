@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import MixedDtypeMode
-from dtype_engine.runtime.modes.op_tables import Arguments, call_torch, replace_tensors, tensors_in
+from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
@@ -45,33 +45,20 @@ class SingleWeightCastMode(ReferenceMode):
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
         super().__init__(weights, device)
         self.name = name
-        weight = next(weight for weight in weights.values() if weight.info.name == name)
+        key, weight = next((key, weight) for key, weight in weights.items() if weight.info.name == name)
         self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
-        self.own = {id(self.value): Weight(weight.info, self.value, self.value, dtype)}
-        self.rules = MixedDtypeMode(self.own, torch.float32, device)
+        self._replaced.add(key)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         return self.value.dtype if weight.info.name == self.name else super().dtype_of(weight)
 
-    def value_of(self, weight: Weight) -> torch.Tensor:
-        return self.value if weight.info.name == self.name else super().value_of(weight)
+    def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
+        return self.value if weight.info.name == self.name else super().value_of(weight, dtype)
+
+    def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
+        return functional.embedding(ids, self.value) if weight.info.name == self.name else super().rows_of(weight, ids)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        tensors = tensors_in(args, kwargs)
-        values: dict[int, torch.Tensor] = {}
-        known = dict(self.own)  # other weights matter too: of several weights, the largest dtype decides
-        for tensor in tensors:
-            weight = self.weight_of(tensor)
-            if weight is not None:
-                value = values[id(tensor)] = self.value_of(weight)
-                if value is not self.value:
-                    known[id(value)] = Weight(weight.info, value, value, "float32")
         if self.device.type == "cpu" and name in PRODUCTS:
             func = summed_in_float32(func)
-        if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
-            return call_torch(
-                func, name, args, kwargs, self
-            )  # most operations have one dtype, so the rules change nothing
-        args, kwargs = replace_tensors(args, kwargs, values)
-        self.rules.module, self.rules.weights = self.module, known
-        return self.rules.run(func, name, args, kwargs)
+        return super().run(func, name, args, kwargs)

@@ -1,12 +1,13 @@
 """Local errors: the output of a weighted operation with one weight in another dtype, minus its output in the reference.
 
-`LocalErrors` runs a single operation again under the four rules of `modes.mixed`. All its other arguments are the reference's.
+`LocalErrors` runs one operation again as a candidate would, with everything else as in the reference.
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight, sharing
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.mixed import MixedDtypeMode
-from dtype_engine.runtime.modes.op_tables import call_torch, is_in_place, replace_tensors, tensors_in
+from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, tensors_in
+from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 
@@ -111,8 +113,8 @@ class _Again:
         self.cast = {key: source for key, source in operation.sources.items() if source.weight == weight}
         self.new: dict[int, torch.Tensor] = {}
         self.known: dict[int, Weight] = {}
-        self.rules = MixedDtypeMode(self.known, errors.compute, errors.device)
-        self.rules.module = operation.module
+        self.site = WeightMode(self.known, errors.device)
+        self.site.module = operation.module
         for key, source in operation.sources.items():
             if source.weight != weight:
                 self._take(key, source, errors.stored(source.weight), "float32")
@@ -131,7 +133,7 @@ class _Again:
         for key, source in self.cast.items():
             value = errors.cast(self.weight, dtype)
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
-                value = value.to(errors.compute)  # rule 4: no activation determines the dtype to dequantize to
+                value = value.to(errors.compute)  # no activation determines the dtype to dequantize to
             taken.append(self._take(key, source, value, dtype))
         args, kwargs = replace_tensors(operation.args, operation.kwargs, self.new)
         if is_in_place(operation.name) and isinstance(args[0], torch.Tensor):
@@ -140,25 +142,21 @@ class _Again:
             rounds = errors.rounding.wanted(operation.name, args, kwargs, dict.fromkeys(taken, dtype))
             if rounds is not None:
                 args, kwargs, _ = errors.rounding.apply(operation.name, args, kwargs, rounds)
-        if len({tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}) < 2:
-            again = call_torch(
-                self.func, operation.name, args, kwargs, self.rules
-            )  # one dtype only, so the rules change nothing
-        else:
-            again = self.rules.__torch_function__(self.func, (), args, kwargs)
+        again = call_mixed(self.func, operation.name, args, kwargs, self.site)
         for made in taken:
             self.known.pop(made, None)
         return [tensor for tensor in tensors_in((again,), {}) if tensor.is_floating_point()]
 
 
+@functools.cache
 def summed_in_float32(func: Any) -> Any:
     """A matrix product or convolution that multiplies 16-bit arguments in float32 and rounds the result back to 16 bits."""
 
     def product(*args: Any, **kwargs: Any) -> Any:
         floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
-        if not floats or floats[0].dtype not in _SIXTEEN_BITS:
+        dtypes_given = {tensor.dtype for tensor in floats}
+        if len(dtypes_given) != 1 or (dtype := dtypes_given.pop()) not in _SIXTEEN_BITS:
             return func(*args, **kwargs)
-        dtype = floats[0].dtype
         args, kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.float() for tensor in floats})
         return func(*args, **kwargs).to(dtype)
 

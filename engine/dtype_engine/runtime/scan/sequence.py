@@ -21,7 +21,9 @@ from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.outputs import is_distribution, main_output
+from dtype_engine.runtime.passes.state_restore import as_every_pass
 from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode, weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.probes import OutputProbes
@@ -125,7 +127,8 @@ class SequenceScan:
 
     def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
         try:
-            with mode, exits_as_errors():
+            modules = tuple(self.model.module.modules())
+            with as_every_pass(self.model, ModelBehavior(), modules, mode), mode, exits_as_errors():
                 return batch.run(self.model.module)
         except (Cancelled, UserError):
             raise

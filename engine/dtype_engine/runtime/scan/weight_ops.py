@@ -17,15 +17,13 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import version_of
 from dtype_engine.runtime.modes.op_tables import (
-    EXPLICIT,
     TENSOR_PROPERTIES,
     Arguments,
-    call_torch,
     is_in_place,
-    promote_floats,
     replace_tensors,
     tensors_in,
 )
+from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
@@ -128,18 +126,15 @@ class WeightOpRecorder(ReferenceMode):
                 source := self._source(tensor)
             ) is not None:
                 sources[id(tensor)] = source
-        values = {key: self.value_of(self.weights[key]) for key, source in sources.items() if source.itself}
+        replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self._replaced}
+        values = self._values(replaced, None, name)
         given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
-        if name not in EXPLICIT and not is_in_place(name):
-            floats = [made for tensor in tensors if (made := values.get(id(tensor), tensor)).is_floating_point()]
-            if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
-                given, given_kwargs = promote_floats(name, floats, given, given_kwargs)
         if not sources:
             if name == "topk":
                 topk_call = record_topk(self._topk_count, given, given_kwargs)
                 self.topk_calls += [topk_call] if topk_call is not None else []
                 self._topk_count += 1
-            return call_torch(func, name, given, given_kwargs, self)
+            return call_mixed(func, name, given, given_kwargs, self)
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
@@ -158,8 +153,10 @@ class WeightOpRecorder(ReferenceMode):
         known = self._made.get(id(tensor))
         if known is not None:
             return known[1]
-        weight = self.weight_of(tensor)
-        return None if weight is None else WeightOrigin(weight.info.name, _same, True)
+        weight = self.weights.get(id(tensor))
+        if weight is None or not (weight.info.castable or weight.stored_scale is not None):
+            return None
+        return WeightOrigin(weight.info.name, _same, True)
 
     def _weighted(
         self,
@@ -177,7 +174,7 @@ class WeightOpRecorder(ReferenceMode):
         if in_place and written not in sources:
             # The operation will be run again, on the values that its destination has before this call.
             args = (args[0].detach().clone(), *args[1:])
-        output = call_torch(func, name, given, given_kwargs, self)
+        output = call_mixed(func, name, given, given_kwargs, self)
         results = tensors_in((output,), {})
         if not in_place and self._of_one_weight(args, kwargs, results, sources):
             self._note_made(func, args, kwargs, output, sources)

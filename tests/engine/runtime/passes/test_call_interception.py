@@ -13,6 +13,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -60,26 +61,19 @@ class Seen:
     def replay(self, module: str, observed: Any) -> None:
         raise AssertionError("nothing is reused")
 
-    def restart(self) -> None:
-        raise AssertionError("nothing fails")
-
 
 OUTPUTS = [("parent.one", 0, 1.0), ("parent.two", 0, 5.0), ("parent.three", 0, 11.0), ("parent", 0, 11.0)]
 
 
 def run(
     model: nn.Module,
-    hears: bool,
     watched: frozenset[str] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[list[tuple[str, int, float]], list[str], list[int]]:
-    """The outputs that are observed, the modules that finished, and how many had when each began.
-
-    hears: the pass is told when calls begin.
-    """
+    """The outputs that are observed, the modules that finished, and how many had when each began."""
     calls, seen = ModuleCalls(model, cancelled), Seen()
-    under_way = ForwardPass(None, seen, OutputCache({}, "plain", 0), {}, None, {}, watched)
-    under_way.notes_begin = hears
+    mode = WeightMode({}, torch.device("cpu"))
+    under_way = ForwardPass(mode, seen, OutputCache({}, 0), {}, None, {}, watched)
     calls.watch()
     calls.under_way = under_way
     try:
@@ -90,15 +84,13 @@ def run(
     return seen.outputs, under_way.finished, under_way.spans
 
 
-@pytest.mark.parametrize("hears", [True, False])
-def test_a_call_is_told_alike_whether_or_not_it_was_told_when_it_began(hears: bool) -> None:
+def test_calls_are_reported_in_the_order_in_which_they_finish() -> None:
     """`forward` called by itself is no call of a module: hooks do not see it, either."""
-    assert run(Model(), hears) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
+    assert run(Model()) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
 
 
-@pytest.mark.parametrize("hears", [True, False])
-def test_modules_that_are_not_watched_are_counted_alone(hears: bool) -> None:
-    outputs, finished, _ = run(Model(), hears, watched=frozenset({"parent.two"}))
+def test_modules_that_are_not_watched_are_counted_alone() -> None:
+    outputs, finished, _ = run(Model(), watched=frozenset({"parent.two"}))
     assert outputs == [OUTPUTS[1]]
     assert finished == [name for name, *_ in OUTPUTS]
 
@@ -106,20 +98,20 @@ def test_modules_that_are_not_watched_are_counted_alone(hears: bool) -> None:
 def test_what_another_hook_makes_of_an_output_is_what_the_module_gave() -> None:
     model = Model()
     model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
-    assert run(model, False)[0][1] == ("parent.two", 0, 50.0)
+    assert run(model)[0][1] == ("parent.two", 0, 50.0)
 
 
 def test_nothing_is_left_on_the_modules() -> None:
     model = Model()
     before = [dict(vars(module)) for module in model.modules()]
-    run(model, True)
+    run(model)
     assert [vars(module) for module in model.modules()] == before
 
 
 def test_a_forward_of_its_own_is_the_modules() -> None:
     model = Model()
     own = model.parent.one.forward = lambda x: x + 100.0
-    assert run(model, False)[0][0] == ("parent.one", 0, 100.0)
+    assert run(model)[0][0] == ("parent.one", 0, 100.0)
     assert model.parent.one.forward is own
 
 
@@ -130,9 +122,8 @@ class KeepsAll(Adds):
         return dict(vars(self))
 
 
-@pytest.mark.parametrize("hears", [True, False])
 @pytest.mark.parametrize("kind", [Adds, KeepsAll])
-def test_a_copy_of_a_module_runs_itself(kind: type[Adds], hears: bool) -> None:
+def test_a_copy_of_a_module_runs_itself(kind: type[Adds]) -> None:
     class Copies(Parent):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             copied = copy.deepcopy(self.one)
@@ -142,15 +133,14 @@ def test_a_copy_of_a_module_runs_itself(kind: type[Adds], hears: bool) -> None:
     model = Model()
     model.parent = Copies()
     model.parent.one = kind(1.0)
-    assert run(model, hears)[0][-1] == ("parent", 0, 50.0)
+    assert run(model)[0][-1] == ("parent", 0, 50.0)
 
 
-@pytest.mark.parametrize("hears", [True, False])
 @pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
-def test_a_forward_that_takes_no_module(forward: Any, hears: bool) -> None:
+def test_a_forward_that_takes_no_module(forward: Any) -> None:
     model = Model()
     model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
-    assert run(model, hears)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
+    assert run(model)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
 
 
 def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
@@ -165,7 +155,7 @@ def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
     model = Model()
     model.parent.one = Replaces(1.0)
     for _ in range(2):
-        assert run(model, False)[0] == OUTPUTS
+        assert run(model)[0] == OUTPUTS
         assert model.parent.one.forward == model.parent.one.faster
 
 
@@ -175,7 +165,7 @@ def test_a_module_that_was_compiled_is_so_afterwards() -> None:
 
     model = Model()
     model.parent.one._compiled_call_impl = ends  # as `Module.compile` leaves it
-    assert run(model, False)[0] == OUTPUTS
+    assert run(model)[0] == OUTPUTS
     assert model.parent.one._compiled_call_impl is ends
 
 
@@ -183,14 +173,13 @@ def test_two_may_tell_of_the_same_modules() -> None:
     model = Model()
     other = ModuleCalls(model, lambda: False)
     other.watch()
-    assert run(model, False)[0] == OUTPUTS
+    assert run(model)[0] == OUTPUTS
     assert float(model(torch.zeros(()))) == OUTPUTS[-1][2]
     other.remove()
     assert "_compiled_call_impl" not in vars(model.parent)
 
 
-@pytest.mark.parametrize("hears", [True, False])
-def test_a_pass_is_stopped_between_two_modules(hears: bool) -> None:
+def test_a_pass_is_stopped_between_two_modules() -> None:
     calls: list[int] = []
 
     def cancelled() -> bool:
@@ -198,7 +187,7 @@ def test_a_pass_is_stopped_between_two_modules(hears: bool) -> None:
         return len(calls) > 2
 
     with pytest.raises(Cancelled):
-        run(Model(), hears, cancelled=cancelled)
+        run(Model(), cancelled=cancelled)
     assert len(calls) == 3
 
 

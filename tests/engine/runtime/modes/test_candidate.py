@@ -1,4 +1,4 @@
-"""The zoo: every architecture under random dtypes for every single weight, and the four rules one by one."""
+"""The zoo: every architecture under random dtypes for every single weight, and what is added to plain torch, one by one."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import dtype_engine as de
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes import mixed as execution
-from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
+from dtype_engine.runtime.modes import candidate, promotion
+from dtype_engine.runtime.modes.candidate import CandidateMode
+from dtype_engine.runtime.modes.promotion import ImplicitCast
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize
 from dtype_engine.runtime.passes.outputs import main_output
 
@@ -53,13 +54,16 @@ def floats_as(inputs: Any, dtype: torch.dtype) -> Any:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) -> None:
+def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     by_hand, inputs = architectures.make(name)
     target = getattr(torch, dtype)
     for tensor in (*by_hand.parameters(), *by_hand.buffers()):
         persistent = id(tensor) in {id(kept) for kept in by_hand.state_dict(keep_vars=True).values()}
         if tensor.is_floating_point() and persistent:
             tensor.data = tensor.data.to(target)
+    monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)  # no mode can see into torch's fast path
     try:
         expected = call(by_hand, floats_as(inputs, target))
     except RuntimeError as error:
@@ -67,46 +71,47 @@ def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) 
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=floats_as(inputs, target))
     session.cast("*", dtype)
-    session.drift()  # the first measurement in a dtype also runs it under the rules
     found: list[torch.Tensor] = []
     module.register_forward_hook(lambda module, args, output: found.append(main_output(output)[1]))
     session.drift()
     assert torch.equal(found[-1], expected)
 
 
-def under_the_rules(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Tensor, list[ImplicitCast]]:
+def under_the_mode(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Tensor, list[ImplicitCast]]:
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
     live.apply({name: dtypes.get(name, tensor.dtype) for name, tensor in live.tree.tensors.items()})
     casts: list[ImplicitCast] = []
-    with torch.no_grad(), MixedDtypeMode(live.by_id, torch.float32, torch.device("cpu"), casts.append):
+    mode = CandidateMode(live.by_id, torch.float32, torch.device("cpu"))
+    mode.record = casts.append
+    with torch.no_grad(), mode:
         return run(model), casts
 
 
-def test_rule_1_a_weight_decides_and_of_several_the_largest() -> None:
+def test_where_torch_raises_the_weight_decides_and_of_several_the_widest() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
-    out, casts = under_the_rules(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="bfloat16")
+    out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="bfloat16")
     assert out.dtype == torch.bfloat16
     assert [(cast.operation, cast.source, cast.target, cast.elements) for cast in casts] == [
         ("linear", "float64", "bfloat16", 6)
     ]
     assert casts[0].torch_raises
-    out, _ = under_the_rules(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="float16")
+    out, _ = under_the_mode(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="float16")
     assert out.dtype == torch.float32
-    out, _ = under_the_rules(nn.Linear(3, 3), lambda m: x @ m.weight.t(), weight="float16")
+    out, _ = under_the_mode(nn.Linear(3, 3), lambda m: x @ m.weight.t(), weight="float16")
     assert out.dtype == torch.float16, "a view of a weight is a weight"
 
 
-def test_rule_2_without_a_weight_the_wider_float_decides() -> None:
+def test_without_a_weight_the_wider_float_decides() -> None:
     a, b = torch.randn(2, 2).half(), torch.randn(2, 2)
-    out, _ = under_the_rules(nn.Identity(), lambda m: a @ b)
+    out, _ = under_the_mode(nn.Identity(), lambda m: a @ b)
     assert torch.equal(out, a.float() @ b)
-    out, _ = under_the_rules(nn.Identity(), lambda m: a.bfloat16() @ a)
+    out, _ = under_the_mode(nn.Identity(), lambda m: a.bfloat16() @ a)
     assert out.dtype == torch.float32
-    out, _ = under_the_rules(nn.Identity(), lambda m: a * torch.tensor(2.0))
+    out, _ = under_the_mode(nn.Identity(), lambda m: a * torch.tensor(2.0))
     assert out.dtype == torch.float16, "a 0-d tensor has no say, as in torch"
 
 
-def test_rule_3_in_place_keeps_the_destination() -> None:
+def test_in_place_keeps_the_destination() -> None:
     target, source = torch.zeros(3).bfloat16(), torch.ones(3)
 
     def write(_: nn.Module) -> torch.Tensor:
@@ -115,23 +120,111 @@ def test_rule_3_in_place_keeps_the_destination() -> None:
         target.add_(source)
         return target
 
-    out, _ = under_the_rules(nn.Identity(), write)
+    out, _ = under_the_mode(nn.Identity(), write)
     assert out.dtype == torch.bfloat16
     assert out.tolist() == [2, 2, 2]
 
 
-def test_rule_4_storage_only_weights_come_back_in_the_activations_dtype() -> None:
+def test_storage_only_weights_come_back_in_the_activations_dtype() -> None:
     x = torch.randn(2, 3).bfloat16()
-    out, _ = under_the_rules(nn.Linear(3, 3, bias=False), lambda m: m(x), weight="float8_e4m3fn")
+    out, _ = under_the_mode(nn.Linear(3, 3, bias=False), lambda m: m(x), weight="float8_e4m3fn")
     assert out.dtype == torch.bfloat16
-    out, _ = under_the_rules(nn.Embedding(4, 3), lambda m: m(torch.tensor([1])), weight="int8")
+    out, _ = under_the_mode(nn.Embedding(4, 3), lambda m: m(torch.tensor([1])), weight="int8")
     assert out.dtype == torch.float32, "no activation: the compute dtype"
-    out, _ = under_the_rules(nn.Linear(3, 3), lambda m: x.to(m.weight.dtype), weight="float8_e4m3fn")
-    assert out.dtype == torch.float32, "a model that asks for the weight's dtype is told one that computes"
+    out, _ = under_the_mode(nn.Linear(3, 3), lambda m: x.to(m.weight.dtype), weight="float8_e4m3fn")
+    assert out.dtype == torch.float32, "a model that asks for the weight's dtype gets one that computes"
+
+
+class Scales(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def test_where_torch_promotes_nothing_is_added() -> None:
+    x = torch.randn(2, 3)
+    model = Scales()
+    out, casts = under_the_mode(model, lambda m: m(x), scale="bfloat16")
+    assert torch.equal(out, x * model.scale)
+    assert out.dtype == torch.float32
+    assert [(cast.operation, cast.source, cast.target, cast.torch_raises) for cast in casts] == [
+        ("mul", "bfloat16", "float32", False)
+    ]
+    out, casts = under_the_mode(Scales(), lambda m: m(x.half()))
+    assert out.dtype == torch.float32, "a float32 weight is not rounded"
+    assert [(cast.source, cast.target) for cast in casts] == [("float16", "float32")]
+
+
+def test_a_norm_that_torch_runs_in_two_dtypes_lists_no_cast() -> None:
+    x = torch.randn(2, 3).bfloat16()
+    model = nn.LayerNorm(3)
+    out, casts = under_the_mode(model, lambda m: m(x))
+    assert torch.equal(out, functional.layer_norm(x, (3,), model.weight, model.bias))
+    assert casts == []
+
+
+def test_a_call_that_fails_for_another_reason_raises_as_it_did_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(promotion, "_refused", set())
+    given, source = torch.zeros(3).bfloat16(), torch.ones(2)
+
+    def write(_: nn.Module) -> torch.Tensor:
+        with pytest.raises(RuntimeError, match=r"dtype|type"):
+            given.index_add_(0, torch.tensor([1, 7]), source)
+        return given
+
+    state = torch.get_rng_state()
+    out, casts = under_the_mode(nn.Identity(), write)
+    assert out.tolist() == [0, 0, 0]
+    assert casts == []
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_call_that_torch_refuses_draws_its_random_numbers_once() -> None:
+    q, k = torch.randn(1, 4, 8), torch.randn(1, 4, 8).double()
+
+    def attend(_: nn.Module) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(q, k, k, dropout_p=0.5)
+
+    torch.manual_seed(0)
+    out, casts = under_the_mode(nn.Identity(), attend)
+    torch.manual_seed(0)
+    expected = functional.scaled_dot_product_attention(q.double(), k, k, dropout_p=0.5)
+    assert torch.equal(out, expected)
+    assert casts[0].torch_raises
+
+
+def test_what_torch_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Asks(promotion._BeforeCall):
+        def __init__(self, name: str, *rest: Any) -> None:
+            asked.append(name)
+            super().__init__(name, *rest)
+
+    monkeypatch.setattr(promotion, "_BeforeCall", Asks)
+    monkeypatch.setattr(promotion, "_refused", set())
+    monkeypatch.setattr(promotion, "_accepted", set())
+    x = torch.randn(2, 3)
+    for _ in range(3):
+        under_the_mode(nn.Linear(3, 3), lambda m: m(x) + m.weight.double()[:2], weight="bfloat16", bias="bfloat16")
+    assert asked == ["linear", "add"]
+
+
+def test_encoders_of_torch_take_no_fast_path_and_the_report_says_so() -> None:
+    module, inputs = architectures.make("torch_encoder")
+    session = de.open(module, inputs=inputs)
+    session.cast("embedding", "float64")
+    (notice,) = session.drift().notices
+    assert notice.startswith("torch's fast path of TransformerEncoder is off in reference and candidate")
 
 
 def test_explicit_casts_of_the_model_are_left_alone() -> None:
-    out, casts = under_the_rules(nn.Linear(3, 3), lambda m: m.weight.double(), weight="bfloat16")
+    out, casts = under_the_mode(nn.Linear(3, 3), lambda m: m.weight.double(), weight="bfloat16")
     assert out.dtype == torch.float64
     assert casts == []
 
@@ -173,9 +266,9 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
     most = 0
     widen = ReferenceMode.value_of
 
-    def counted(self: Any, weight: Any) -> torch.Tensor:
+    def counted(self: Any, *given: Any) -> torch.Tensor:
         nonlocal most
-        made = widen(self, weight)
+        made = widen(self, *given)
         alive.append(weakref.ref(made))
         most = max(most, sum(ref() is not None for ref in alive))
         return made
@@ -207,8 +300,8 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
         brought.append(len(data))
         return dequantize(data, *rest)
 
-    monkeypatch.setattr(execution, "dequantize", counted)
-    out, _ = under_the_rules(model, lambda m: m(taken), weight=dtype)
+    monkeypatch.setattr(candidate, "dequantize", counted)
+    out, _ = under_the_mode(model, lambda m: m(taken), weight=dtype)
     assert torch.equal(out, wanted)
     assert out.shape == wanted.shape
     assert brought == [taken.numel()]

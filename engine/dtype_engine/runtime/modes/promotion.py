@@ -1,0 +1,190 @@
+"""A call whose float arguments have several dtypes: as torch runs it, or, where torch raises, with these in one dtype.
+
+Which calls torch refuses is found by calling it, and remembered by the operation and the form of its arguments. Where it raises
+over dtypes, all float arguments are cast to one: that of the call's weights if there are any (of several dtypes the promoted one),
+else `torch.promote_types` of all. An operation that writes to one of its arguments keeps that one's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.modes.op_tables import (
+    Arguments,
+    CallSite,
+    call_torch,
+    is_in_place,
+    promoted_dtype,
+    replace_tensors,
+    tensors_in,
+)
+from dtype_engine.runtime.numerics.quantize import dtype_name
+
+_KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_"})
+"""Operations that never promote: the second tensor only says which dtype or shape the result has."""
+_NO_CONTEXT = nullcontext()
+_accepted: set[Any] = set()
+"""The forms of mixed calls that torch has run."""
+_refused: set[Any] = set()
+"""The forms of mixed calls that torch has refused, and run with all arguments in one dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImplicitCast:
+    """One tensor that changed dtype on its way into an operation."""
+
+    module: str
+    """The dotted name of the module that called the operation."""
+    operation: str
+    source: str
+    target: str
+    """A storage dtype means that the tensor was rounded to that format and is computed with in the dtype that it had."""
+    elements: int
+    torch_raises: bool
+    """Whether plain torch refuses the call. Otherwise the cast is torch's own promotion."""
+
+
+class MixedCallSite(CallSite, Protocol):
+    """Where a call comes from, and what is to be noted of it."""
+
+    record: Callable[[ImplicitCast], None] | None
+    """Is called with every implicit cast, where given."""
+    operation: str
+    """What torch is being called for, while the casts in it are torch's."""
+    added: bool
+    """Is set where a call ran with other arguments than the model gave it."""
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether it is a weight or a view of one."""
+
+
+def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
+    """Call torch with arguments that may have several float dtypes.
+
+    Raises what torch raises for another reason than dtypes, and KernelError where there is no kernel.
+    """
+    floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
+    if len({tensor.dtype for tensor in floats}) < 2:
+        return call_torch(func, name, args, kwargs, site)
+    autocast = torch.is_autocast_enabled(site.device.type)
+    form = func, autocast and torch.get_autocast_dtype(site.device.type), site.device.type, _form((args, kwargs))
+    refusal: Exception | None = None
+    before = None if form in _accepted or form in _refused else _BeforeCall(name, args, kwargs, site.device)
+    if form not in _refused:
+        try:
+            result = func(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError) as error:
+            if before is not None:
+                before.restore()
+            refusal = error
+        else:
+            _accepted.add(form)
+            if site.record is not None and name not in _KEEP_DTYPES:
+                _note_promotions(name, floats, args, kwargs, result, site)
+            return result
+    site.operation = ""
+    target = _common_dtype(name, floats, args, kwargs, site)
+    casts = {id(tensor): tensor.to(target) for tensor in floats if tensor.dtype != target}
+    new_args, new_kwargs = replace_tensors(args, kwargs, casts)
+    try:
+        with torch.autocast(site.device.type, enabled=False) if autocast else _NO_CONTEXT:
+            result = call_torch(func, name, new_args, new_kwargs, site)
+    except KernelError:
+        raise
+    except Exception as error:
+        if before is not None:
+            before.restore()
+        raise refusal or error from None
+    _refused.add(form)
+    site.added = True
+    if site.record is not None:
+        for tensor in floats:
+            if tensor.dtype != target:
+                site.record(cast_of(tensor, target, name, site, torch_raises=True))
+    return result
+
+
+def cast_of(
+    tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
+) -> ImplicitCast:
+    """The note of a cast of `tensor` to `target`."""
+    source = dtype_name(tensor.dtype)
+    return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
+
+
+def _form(value: Any) -> Any:
+    """What of an argument may decide whether torch refuses a call: dtypes, numbers of dimensions, and words."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.ndim
+    if isinstance(value, (list, tuple)):
+        return type(value), *map(_form, value)
+    if isinstance(value, dict):
+        return tuple((key, _form(item)) for key, item in value.items())
+    return value if isinstance(value, (str, bool, torch.dtype)) else type(value)
+
+
+def _destination(name: str, args: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    """The tensor that a call writes to, None where it gives a new one."""
+    written = kwargs.get("out")
+    if written is None and is_in_place(name) and args:
+        written = args[0]
+    return written if isinstance(written, torch.Tensor) else None
+
+
+def _common_dtype(
+    name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], site: MixedCallSite
+) -> torch.dtype:
+    destination = _destination(name, args, kwargs)
+    if destination is not None and destination.is_floating_point():
+        return destination.dtype
+    sized = [tensor for tensor in floats if tensor.ndim] or floats  # 0-d tensors do not decide, as in torch
+    return promoted_dtype([tensor for tensor in sized if site.is_weight(tensor)] or sized)
+
+
+def _note_promotions(
+    name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
+) -> None:
+    """Note the casts that torch made of its own accord: to what it computed in, or to what it wrote to."""
+    assert site.record is not None
+    destination = _destination(name, args, kwargs)
+    sized = [tensor for tensor in floats if tensor.ndim]
+    if destination is not None:
+        target = destination.dtype
+    elif sized:
+        target = promoted_dtype(sized)
+        made = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point()]
+        if made and all(tensor.dtype != target for tensor in made):
+            return  # a norm of bfloat16 rows with float32 weights takes them as they are
+    else:
+        return
+    for tensor in sized:
+        if tensor.dtype != target and target.is_floating_point:
+            site.record(cast_of(tensor, target, name, site, torch_raises=False))
+
+
+class _BeforeCall:
+    """What a call that may fail on its way could have changed: the tensor that it writes to, and random number generators."""
+
+    def __init__(self, name: str, args: Arguments, kwargs: dict[str, Any], device: torch.device) -> None:
+        self._destination = _destination(name, args, kwargs)
+        self._values = None if self._destination is None else self._destination.detach().clone()
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
+        own = [
+            torch.default_generator,
+            *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
+        ]
+        self._generators = [(generator, generator.get_state()) for generator in (*own, *given)]
+
+    def restore(self) -> None:
+        """Put back what the call has changed."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+        if self._destination is None or self._values is None or torch.equal(self._destination, self._values):
+            return
+        self._destination.copy_(self._values)

@@ -1,0 +1,212 @@
+"""What a candidate computes against plain torch: the same module with its tensors cast by hand, and no mode.
+
+Where plain torch raises, a mode of this file adds the casts that the design names, written without any of the engine's code. The
+default runs some recipes of some architectures; `DTYPE_TUI_WIDE=1` runs all.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tests.helpers import architectures
+from tests.helpers.candidate_output import candidate_output
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.runtime.passes.outputs import main_output
+
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+WIDE = bool(os.environ.get("DTYPE_TUI_WIDE"))
+
+
+class PaddedEncoder(nn.Module):
+    """torch's own encoder over sentences of several lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.encoder(self.embedding(input_ids), src_key_padding_mask=input_ids == 0)
+        return {"logits": self.head(hidden)}
+
+
+class Writes(nn.Module):
+    """Writes parts of a weighted sum into a tensor of its own, in every way that torch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, z = self.first(x), self.second(x)
+        y[torch.tensor([0, 2])] = z[:2]
+        y.index_add_(0, torch.tensor([1]), z[:1])
+        y += z * self.scale
+        return torch.where(y > z, y, z).lerp(z, 0.3) @ self.scale
+
+
+def padded() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    ids = architectures.tokens(8, 3, 50)
+    ids[1, 5:] = ids[2, 3:] = 0
+    return PaddedEncoder().eval(), {"input_ids": ids}
+
+
+def padded_bert() -> tuple[nn.Module, Any]:
+    module, _ = architectures.make("bert")
+    ids = architectures.tokens(8, 3)
+    mask = torch.ones_like(ids)
+    mask[1, 5:] = mask[2, 3:] = 0
+    return module, {"input_ids": ids, "attention_mask": mask}
+
+
+def with_router_bias() -> tuple[nn.Module, Any]:
+    """A DeepSeek-V3 whose scores of experts are decided by the bias that is added to them."""
+    module, inputs = architectures.make("deepseek_v3")
+    for name, buffer in module.named_buffers():
+        if "e_score_correction_bias" in name:
+            buffer.copy_(torch.linspace(6.8, 7.1, buffer.numel()))
+    return module, inputs
+
+
+def rescaled() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    config = transformers.RwkvConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=4, attention_hidden_size=32, intermediate_size=48,
+        context_length=64, rescale_every=2,
+    )  # fmt: skip
+    return transformers.RwkvForCausalLM(config).eval(), {"input_ids": architectures.tokens(), "use_cache": False}
+
+
+def writes() -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return Writes().eval(), (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
+
+
+MAKE: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
+    **{name: functools.partial(architectures.make, name) for name in architectures.ZOO},
+    "padded_encoder": padded,
+    "padded_bert": padded_bert,
+    "router_bias": with_router_bias,
+    "rwkv": rescaled,
+    "writes": writes,
+}
+QUICK = (
+    "llama",
+    "t5",
+    "whisper",
+    "padded_encoder",
+    "router_bias",
+    "mamba2",
+    "qwen3_next",
+    "torch_lstm",
+    "rwkv",
+    "writes",
+)
+
+
+class CastsByHand(TorchFunctionMode):
+    """Plain torch, and where it raises the casts of the design: to the dtype of the parameters and buffers (or views of these)
+    that the call has, else the promoted one; an operation in place to that of what it writes to.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        self.acted = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        flat, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        floats = [each for each in flat if isinstance(each, torch.Tensor) and each.is_floating_point()]
+        try:
+            return func(*args, **kwargs)
+        except (RuntimeError, ValueError):
+            if len({tensor.dtype for tensor in floats}) < 2:
+                raise
+        weights = [tensor for tensor in floats if id(tensor) in self.own or id(tensor._base) in self.own]
+        target = functools.reduce(torch.promote_types, (tensor.dtype for tensor in weights or floats))
+        if func.__name__.endswith("_") and (func.__name__ == "__setitem__" or not func.__name__.endswith("__")):
+            target = args[0].dtype
+        flat = [
+            each.to(target) if isinstance(each, torch.Tensor) and each.is_floating_point() else each for each in flat
+        ]
+        args, kwargs = torch.utils._pytree.tree_unflatten(flat, spec)
+        self.acted = True
+        return func(*args, **kwargs)
+
+
+def by_hand(make: Callable[[], tuple[nn.Module, Any]], recipe: dict[str, str]) -> tuple[torch.Tensor, bool]:
+    """The main output with the tensors cast by hand, and whether casts had to be added."""
+    module, inputs = make()
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if name in recipe:
+            tensor.data = tensor.data.to(getattr(torch, recipe[name]))
+    adds = CastsByHand(module)
+
+    def joined(layer: nn.RNNBase, args: Any) -> Any:
+        """These modules compare dtypes before they call torch."""
+        dtypes = {weight.dtype for weight in layer.parameters()}
+        target = functools.reduce(torch.promote_types, dtypes)
+        if dtypes == {args[0].dtype}:
+            return None
+        adds.acted = True
+        for weight in layer.parameters():
+            weight.data = weight.data.to(target)
+        return args[0].to(target), *args[1:]
+
+    for layer in module.modules():
+        if isinstance(layer, nn.RNNBase):
+            layer.register_forward_pre_hook(joined)
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is off for reference and candidate alike
+    try:
+        with torch.no_grad(), adds:
+            output = main_output(module(**inputs) if isinstance(inputs, dict) else module(*inputs))[1]
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+    return output, adds.acted
+
+
+def recipes(session: de.Session, count: int) -> list[dict[str, str]]:
+    """One dtype for all; all in bfloat16 but one weight; and any dtype for any weight."""
+    names = [name for name, tensor in session.tree.tensors.items() if tensor.castable and tensor.persistent]
+    chance = random.Random(len(names))
+    mixed: list[dict[str, str]] = [dict.fromkeys(names, dtype) for dtype in DTYPES[2:]]
+    for number in range(count):
+        mixed.append(dict.fromkeys(names, "bfloat16") | {chance.choice(names): "float32"})
+        palette = DTYPES[1:3] if number % 2 else DTYPES
+        mixed.append({name: chance.choice(palette) for name in names})
+    return mixed
+
+
+@pytest.mark.parametrize("name", MAKE if WIDE else QUICK)
+def test_a_candidate_is_what_plain_torch_runs(name: str) -> None:
+    module, inputs = MAKE[name]()
+    session = de.open(module, inputs=inputs)
+    session.drift()
+    for recipe in recipes(session, 12 if WIDE else 2):
+        session.apply(Recipe(tuple(Rule(pattern, dtype) for pattern, dtype in recipe.items())))
+        try:
+            expected, added = by_hand(MAKE[name], recipe)
+        except RuntimeError:  # torch has no kernel: that is tested in test_candidate
+            continue
+        found = candidate_output(session)
+        assert found.dtype == expected.dtype
+        error = (found.double() - expected.double()).norm() / expected.double().norm()
+        assert error <= 1e-6, (recipe, added)
+        flow = session.flow()
+        assert any(row.torch_raises for row in flow) == added
