@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,7 +67,9 @@ class Over:
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
     """What others have to open to have what this session has, each with so many threads. Raises UserError."""
     weights, inputs = describe(session)
-    return Opened(model_text(source), portable(session.options, threads), weights, inputs)
+    return Opened(
+        model_text(source), portable(replace(session.options, settings=session.settings), threads), weights, inputs
+    )
 
 
 def scan(

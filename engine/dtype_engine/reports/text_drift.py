@@ -22,10 +22,10 @@ _CANCELLING = 1.2
 
 
 def extent_text(extent: Extent) -> str:
-    """`2 of 6 sequences, 184 tokens`: how much of the inputs figures are over."""
+    """`2 of 6 sequences, 184 tokens`: how much of the inputs figures are over, and how many positions are left out as padding."""
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
-    return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}"
+    return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str:

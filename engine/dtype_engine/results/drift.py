@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.units import plural
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 
@@ -199,7 +200,7 @@ class Extent:
 
     rel_l2_error, kl_error: how far the relative L2 error and the mean KL over all sequences may be from those so far: one standard
     error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be known.
-    of_tokens: positions are tokens of a text.
+    of_tokens: positions are tokens of a text. left_out: positions that are padding by a mask, and are in no figure.
     """
 
     done: int
@@ -208,6 +209,7 @@ class Extent:
     of_tokens: bool = False
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
+    left_out: int = 0
 
     @property
     def whole(self) -> bool:
@@ -218,6 +220,11 @@ class Extent:
     def error(self) -> float | None:
         """Of the mean KL where there is one, else of the relative L2 error."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
+
+    @property
+    def left_out_text(self) -> str:
+        """`; 6 padding positions left out`; nothing where there are none."""
+        return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
         """Whether the figure is known to a relative standard error of `precision`; None: only all of the inputs are enough."""
@@ -279,25 +286,29 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """The inputs in words, and how many were run where that is not all of them."""
+        """The inputs in words, how many were run where that is not all of them, and how much of them is padding."""
         run = self.sequences
-        return self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
+        words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
+        return words + run.left_out_text
 
 
 NATS = "nats per token"
 NATS_PER_EXAMPLE = "nats per example"
+NATS_PER_PIXEL = "nats per pixel"
 SQUARED = "relative squared error"
 
 
-def unit_for(distribution: bool, dimensions: int) -> str:
+def unit_for(classes_dim: int | None, dimensions: int) -> str:
     """The unit of the one figure that drift is ranked by.
 
-    distribution: whether the main output holds logits of one; dimensions: how many the output has, 3 or more where every token
-    has a distribution of its own.
+    classes_dim: which of the main output's dimensions, from 0, holds the logits of a distribution; None for no distribution. Every
+    token has a distribution where the last of three or more does, and every pixel where another one does.
     """
-    if not distribution:
+    if classes_dim is None:
         return SQUARED
-    return NATS if dimensions > 2 else NATS_PER_EXAMPLE
+    if dimensions <= 2:
+        return NATS_PER_EXAMPLE
+    return NATS if classes_dim == dimensions - 1 else NATS_PER_PIXEL
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:

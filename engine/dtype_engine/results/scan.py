@@ -31,10 +31,10 @@ class WeightScore:
 class ScanReport:
     """How much every castable weight matters, in every dtype asked for.
 
-    unit: `NATS` (or `NATS_PER_EXAMPLE`) where the output is a distribution, else `SQUARED`: of the main output, the square
-    of relative L2. exact: each was measured alone, else estimated from `draws` backward passes a sequence. `sequences` of
-    `all_sequences` have gone by. A weight that stays at least as wide as the reference costs nothing.
-    activations: the setting `quantize_activations` under which it was made.
+    unit: `NATS` (or `NATS_PER_EXAMPLE`, `NATS_PER_PIXEL`) where the output is a distribution, else `SQUARED`: of the main output,
+    the square of relative L2. exact: each was measured alone, else estimated from `draws` backward passes a sequence. `sequences`
+    of `all_sequences` have gone by. A weight that stays at least as wide as the reference costs nothing. activations: the setting
+    `quantize_activations` under which it was made.
     """
 
     model: str

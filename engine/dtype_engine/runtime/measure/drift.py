@@ -27,7 +27,9 @@ from dtype_engine.runtime.measure.progress import MeasurementProgress
 from dtype_engine.runtime.measure.running_totals import ReferenceRecord, RunningTotals
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -151,12 +153,16 @@ class DriftMeter:
                 self._expect(progress, step, totals, listener)
                 reference = self._reference(reference_runner, step, progress)
                 if totals is None:
-                    totals = RunningTotals(reference.output_name, reference.output, len(batches), self._routed)
-                comparer = self._comparer(step, reference, totals, listener)
+                    name, output = reference.output_name, reference.output
+                    classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
+                    totals = RunningTotals(name, output, classes_dim, len(batches), self._routed)
+                kept = KeptPositions.of(self.model.module, batches[step.number], self.model.device)
+                comparer = self._comparer(step, reference, totals, listener, kept)
                 progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
                 ran = self._candidate(candidate_runner, step, progress)
                 output = _comparable_output(ran, reference)
-                totals.add(step.number, batches[step.number], reference, ran, output)
+                positions = None if kept is None else kept.of_main(reference.output_name, output)
+                totals.add(step.number, batches[step.number], reference, ran, output, positions)
                 if comparer is not None:
                     totals.set_modules(step.number, comparer.sums)
                     if listener.on_modules is not None:
@@ -191,14 +197,19 @@ class DriftMeter:
         progress.expect([*steps], with_reference, rest)
 
     def _comparer(
-        self, step: Step, reference: ReferenceRecord, totals: RunningTotals, listener: MeasurementListener
+        self,
+        step: Step,
+        reference: ReferenceRecord,
+        totals: RunningTotals,
+        listener: MeasurementListener,
+        kept: KeptPositions | None,
     ) -> ModuleComparer | None:
         """What compares modules in the candidate's pass; None where they are not compared."""
         if not step.compares_modules or reference.modules is None:
             return None
         if (on_modules := listener.on_modules) is None:
-            return ModuleComparer(reference.modules)
-        return ModuleComparer(reference.modules, lambda sums: on_modules(totals.modules_with(step.number, sums)))
+            return ModuleComparer(reference.modules, kept=kept)
+        return ModuleComparer(reference.modules, lambda sums: on_modules(totals.modules_with(step.number, sums)), kept)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
         """Run the candidate on one sequence, what is unchanged since the last measurement left out, and keep its outputs."""

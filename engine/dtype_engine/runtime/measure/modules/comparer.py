@@ -10,6 +10,7 @@ from dtype_engine.core.throttle import Throttle
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
 from dtype_engine.runtime.measure.modules.seen_output import SeenOutput
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
 """Times the interval of progress: adding up the sums so far takes some milliseconds."""
@@ -19,17 +20,20 @@ class ModuleComparer(ModuleObserver):
     """Observes a candidate's pass: compares each module output with the reference's at once, since a model may write to an output
     after the module returned it. `sums` has this pass's, by module.
 
-    reference: the outputs of a `ModuleRecorder`. on_sums: is given the sums that have changed, now and then.
+    reference: the outputs of a `ModuleRecorder`. on_sums: is given the sums that have changed, now and then. kept: which positions
+    count; None for all.
     """
 
     def __init__(
         self,
         reference: Mapping[tuple[str, int], torch.Tensor],
         on_sums: Callable[[Mapping[str, ModuleSums]], None] | None = None,
+        kept: KeptPositions | None = None,
     ) -> None:
         self.sums: dict[str, ModuleSums] = {}
         self._reference = reference
         self._on_sums = on_sums
+        self._kept = kept
         self._unreported: set[str] = set()
         self._last: SeenOutput[tuple[torch.Tensor, ModuleSums]] | None = None
         self._throttle = Throttle(first=False, every=_REPORT_EVERY)
@@ -41,7 +45,8 @@ class ModuleComparer(ModuleObserver):
         elif self._last is not None and self._last.result[0] is kept and self._last.is_same(output):
             sums = self._last.result[1]
         else:
-            sums = compare_outputs(kept, output)
+            positions = None if self._kept is None else self._kept.of_module(module, call, kept)
+            sums = compare_outputs(kept, output, positions)
             self._last = SeenOutput(output, (kept, sums))
         self.replay(module, sums)
         return sums

@@ -40,13 +40,17 @@ class ModuleSums:
         return ModuleDrift(name, figure, sums.max_abs, sums.nonfinite)
 
 
-def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
+def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
     """One output of a module against the reference's, over all elements.
+
+    kept: a mask of the output's first dimensions, bool: only these positions are compared.
 
     Only the sums are taken that a module's figures need, in float64: with all those of the main output it takes twice as long.
     """
     if reference.shape != candidate.shape:
         return ModuleSums(comparable=False)
+    if kept is not None:
+        reference, candidate = reference[kept], candidate[kept]
     reference, candidate = reference.detach().reshape(-1), candidate.detach().reshape(-1)
 
     def sums_of(chunk: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
