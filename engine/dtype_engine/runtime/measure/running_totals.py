@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dtype_engine.core.units import plural
 from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
@@ -28,10 +29,15 @@ class ReferenceRecord:
     """The modules' outputs by (module, call); None where modules are not compared. One of them may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The modules with an output that did not fit the memory."""
+    choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    """The experts that routers chose; see `ModuleRecorder`."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        held = {id(tensor): tensor.nbytes for tensor in (self.output, *(self.modules or {}).values())}
+        held = {
+            id(tensor): tensor.nbytes
+            for tensor in (self.output, *(self.modules or {}).values(), *self.choices.values())
+        }
         self.nbytes = sum(held.values())
 
 
@@ -177,6 +183,12 @@ class RunningTotals:
         if self._left_out:
             notices.append(
                 f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit the memory that is free"
+            )
+        shifted = {name for sums in self._modules.values() for name, each in sums.items() if not each.comparable}
+        if shifted:
+            notices.append(
+                f"{plural(len(shifted), 'module')} ({min(shifted)}{', ...' if len(shifted) > 1 else ''}) can't be compared element "
+                "by element: given other tokens than in the reference, or outputs of other shapes"
             )
         if self._left_wide:
             names = ", ".join(sorted(self._left_wide))
