@@ -72,7 +72,7 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
         words += f" ({change})" if change else ""
     if drift is not None:
         ratio = "exact" if drift.output.sqnr_db == math.inf else f"SQNR {decibels(drift.output.sqnr_db)}"
-        words += f"; {ratio} against {drift.reference} ({meaning(drift.output)})"
+        words += f"; {ratio} against {drift.reference} ({meaning(drift.output, None, drift.modules)})"
         if drift.output.kl_mean is not None:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
@@ -182,8 +182,9 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
+    said = meaning(output, None, drift.modules)
     rows = [
-        ("meaning", meaning(output).word, meaning(output).why),
+        ("meaning", said.word, said.why),
         ("mean |Δ|", f"{output.mean_abs:.4e}", "mean absolute difference of the output"),
         ("max |Δ|", f"{output.max_abs:.4e}", "largest absolute difference"),
         ("relative L2", f"{output.rel_l2:.4e}", "norm of the difference over that of the reference"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
@@ -13,7 +13,7 @@ from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
+    from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
     from dtype_engine.results.thresholds import Verdict
 
 _MOST_CAUSES = 12
@@ -75,9 +75,9 @@ def floor_text(floor: NoiseFloor) -> str:
     return kl + ratio
 
 
-def floor_lines(floor: NoiseFloor | None, output: OutputDrift) -> list[str]:
+def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
     """What the drift means, and the floor and how it was found, where it was measured."""
-    lines = [f"meaning    {meaning(output, floor)}"]
+    lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
     lines.append(f"floor      {floor_text(floor)}")

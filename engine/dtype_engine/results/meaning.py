@@ -8,14 +8,16 @@ what a value in that dtype can't avoid.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.units import decibels, plural
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
-    from dtype_engine.results.drift import OutputDrift
+    from dtype_engine.results.drift import ModuleDrift, OutputDrift
 
 Word = Literal["exact", "under the floor", "invisible", "small", "visible", "broken"]
 
@@ -83,12 +85,25 @@ class Meaning:
         return f"{self.word}: {self.why}"
 
 
-def meaning(output: OutputDrift, floor: NoiseFloor | None = None) -> Meaning:
-    """What a drift means. floor: the noise floor over the same inputs, where it is known."""
+def _beneath(modules: Iterable[ModuleDrift]) -> str:
+    """What an output that is identical says of the modules before it."""
+    differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
+    if not differing:
+        return "nothing differs"
+    worst = min((each.sqnr_db for each in differing if each.sqnr_db is not None), default=-math.inf)
+    some_bad = any(each.nonfinite for each in differing)
+    drifts = f"{plural(len(differing), 'module')} drift{'s' if len(differing) == 1 else ''}"
+    return f"the output is identical, while {drifts}, worst {'not finite' if some_bad else decibels(worst)}"
+
+
+def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
+    """What a drift means. floor: the noise floor over the same inputs, where it is known. modules: the figures of modules, which
+    may drift where the output does not: a saturated softmax hides it.
+    """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:
-        return Meaning("exact", "nothing differs")
+        return Meaning("exact", _beneath(modules))
     if floor is not None and floor.covers(output):
         return Meaning("under the floor", "noise")
     if output.kl_mean is not None:

@@ -116,7 +116,7 @@ class DriftPane(Pane):
         if report.sequences.left_out:
             grid.add_row("padding", f"{plural(report.sequences.left_out, 'position')} left out")
         floor = self.experiment.floor
-        grid.add_row("meaning", Text(str(meaning(output, floor)), style="bold"))
+        grid.add_row("meaning", Text(str(meaning(output, floor, report.modules)), style="bold"))
         if floor is not None and floor.ways:
             grid.add_row("floor", floor_text(floor))
         for verdict in verdicts(self.experiment.thresholds, output):
