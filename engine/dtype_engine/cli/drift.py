@@ -147,7 +147,7 @@ class _Details:
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
 
-        lines = floor_lines(self.floor, report.output)
+        lines = floor_lines(self.floor, report.output, report.modules)
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
         if self.with_remedy:
             lines += remedy_lines(self.remedy)
@@ -180,7 +180,7 @@ def _measure_details(
         floor = session.floor(partial(say_share, "the reference against itself"))
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
-    return _Details(floor, nonfinite, attribution, meaning(report.output, floor), suggest, remedy)
+    return _Details(floor, nonfinite, attribution, meaning(report.output, floor, report.modules), suggest, remedy)
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
@@ -13,6 +13,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.options import ClassesDim
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -28,6 +29,20 @@ def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> li
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
+
+
+class _ClassesDim(click.ParamType["ClassesDim"]):
+    """A dimension such as `1` or `-1`, or a word."""
+
+    name = "dimension"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> ClassesDim:
+        if isinstance(value, int) or value in ("auto", "none"):
+            return cast("ClassesDim", value)
+        try:
+            return int(value)
+        except ValueError:
+            self.fail(f"{value!r}: give a dimension such as 1 or -1, none or auto", param, ctx)
 
 
 _MODEL = click.Argument(["model"], required=False, shell_complete=_paths)
@@ -109,6 +124,14 @@ _RUNNING = (
         default="none",
         show_default=True,
         help="weights: round the input of each matrix product to the format of its weight, as W8A8 and W4A4 runtimes do.",
+    ),
+    click.Option(
+        ["--classes-dim"],
+        type=_ClassesDim(),
+        default="auto",
+        show_default=True,
+        metavar="N|none|auto",
+        help="The dimension of the output that holds the classes of a distribution, or none; auto: as the model's class says.",
     ),
 )
 

@@ -152,4 +152,5 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
-    return Options(**given, settings=RunSettings(compute, cast, values["float_inputs"], values["quantize_activations"]))
+    others = (values[name] for name in ("float_inputs", "quantize_activations", "classes_dim"))
+    return Options(**given, settings=RunSettings(compute, cast, *others))

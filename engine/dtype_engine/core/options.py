@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+ClassesDim = int | Literal["auto", "none"]
+"""A dimension of the main output, "auto" or "none"; see `RunSettings.classes_dim`."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
@@ -29,6 +32,10 @@ class RunSettings:
     """Whether the input of each matrix product with a quantised weight is also rounded to the weight's format ("weights"), as in
     runtimes that serve W8A8 and W4A4.
     """
+    classes_dim: ClassesDim = "auto"
+    """The dimension of the main output that holds the logits of a distribution over classes or tokens, from 0, or from the last
+    with -1; "none" for an output that is no distribution; "auto" follows the model's class and its configuration.
+    """
 
     def of_weights(self) -> RunSettings:
         """These settings without autocast and `float_inputs`, which do not depend on single weights; for scans and causes."""
@@ -39,6 +46,8 @@ class RunSettings:
         parts += ["floating inputs follow the model"] if self.float_inputs == "model" else []
         parts += [f"storage-only weights compute in {self.compute}"] if self.compute != "float32" else []
         parts += ["activations quantised as their weights"] if self.quantize_activations == "weights" else []
+        parts += ["no distribution"] if self.classes_dim == "none" else []
+        parts += [f"classes in dimension {self.classes_dim}"] if isinstance(self.classes_dim, int) else []
         return ", ".join(parts) or "defaults"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -68,7 +68,9 @@ class Over:
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
     """The model and inputs of a session, for workers to open with `threads` threads each. Raises UserError."""
     weights, inputs = describe(session)
-    return Opened(model_text(source), portable(session.options, threads), weights, inputs)
+    return Opened(
+        model_text(source), portable(replace(session.options, settings=session.settings), threads), weights, inputs
+    )
 
 
 def scan(

@@ -118,6 +118,7 @@ class _Settings(msgspec.Struct):
     autocast: str | None = None
     float_inputs: Literal["given", "model"] | None = None
     quantize_activations: Literal["none", "weights"] | None = None
+    classes_dim: int | Literal["auto", "none"] | None = None
 
 
 class _Loss(msgspec.Struct):
@@ -145,7 +146,13 @@ def _settings(path: Path, entry: object) -> RunSettings:
     autocast: Any = settings.autocast and _dtype(path, "autocast", settings.autocast)
     if autocast not in (None, "bfloat16", "float16"):
         raise UserError(f"{path}: setting autocast: torch.autocast supports bfloat16 and float16")
-    return RunSettings(compute, autocast, settings.float_inputs or "given", settings.quantize_activations or "none")
+    return RunSettings(
+        compute,
+        autocast,
+        settings.float_inputs or "given",
+        settings.quantize_activations or "none",
+        "auto" if settings.classes_dim is None else settings.classes_dim,
+    )
 
 
 def _dtype(path: Path, setting: str, value: str) -> str:
@@ -193,8 +200,10 @@ def write_recipe(
     if settings is not None:
         lines.append("settings:  # how the candidate is run")
         entries = dataclasses.asdict(settings)
-        if settings.quantize_activations == "none":
-            del entries["quantize_activations"]  # earlier versions behave the same, but refuse the unknown entry
+        # Earlier versions behave as the defaults of these say, but refuse an entry that they do not know.
+        for name, default in (("quantize_activations", "none"), ("classes_dim", "auto")):
+            if entries[name] == default:
+                del entries[name]
         lines += [f"  {name}: {_figure(value)}" for name, value in entries.items()]
     if measured or lost:
         lines.append("measured:  # figures of a run; nothing depends on them")

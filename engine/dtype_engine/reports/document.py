@@ -74,14 +74,19 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
         words += f" ({change})" if change else ""
     if drift is not None:
         ratio = "exact" if drift.output.sqnr_db == math.inf else f"SQNR {decibels(drift.output.sqnr_db)}"
-        words += f"; {ratio} against {drift.reference} ({meaning(drift.output)})"
+        words += f"; {ratio} against {drift.reference} ({meaning(drift.output, None, drift.modules)})"
         if drift.output.kl_mean is not None:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
-            words += f", same top token at {100 * drift.output.top1_agreement:.2f} % of positions"
+            words += f", same top {_top(drift)} at {100 * drift.output.top1_agreement:.2f} % of positions"
     if lost := headline(losses or ()):
         words += f"; {lost} in the casts"
     return words + "."
+
+
+def _top(drift: DriftReport) -> str:
+    """What the output's distributions are over."""
+    return "token" if drift.sequences.of_tokens else "class"
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
@@ -179,8 +184,9 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
+    said = meaning(output, None, drift.modules)
     rows = [
-        ("meaning", meaning(output).word, meaning(output).why),
+        ("meaning", said.word, said.why),
         ("mean |Δ|", f"{output.mean_abs:.4e}", "mean absolute difference of the output"),
         ("max |Δ|", f"{output.max_abs:.4e}", "largest absolute difference"),
         ("relative L2", f"{output.rel_l2:.4e}", "norm of the difference over that of the reference"),
@@ -198,7 +204,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in output.kl_tail.items()]
     if output.top1_agreement is not None:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        rows.append(("same top token", top1, "of positions"))
+        rows.append((f"same top {_top(drift)}", top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         perplexities = f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
         ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)

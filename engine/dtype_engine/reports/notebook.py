@@ -77,7 +77,7 @@ def drift_repr(report: DriftReport) -> str:
     return (
         f"DriftReport: {printable(report.model, 100)} on {report.device} against {report.reference}\n"
         f"  rules   {printable(rules, 300)}\n"
-        f"  drift   {', '.join(figures)} ({meaning(output)})\n"
+        f"  drift   {', '.join(figures)} ({meaning(output, None, report.modules)})\n"
         f"  memory  stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}\n"
         f"  inputs  {printable(report.inputs_run, 300)}"
     )

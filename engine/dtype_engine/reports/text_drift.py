@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
@@ -13,7 +13,7 @@ from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
+    from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
     from dtype_engine.results.thresholds import Verdict
 
 _MOST_CAUSES = 12
@@ -22,10 +22,10 @@ _CANCELLING = 1.2
 
 
 def extent_text(extent: Extent) -> str:
-    """`2 of 6 sequences, 184 tokens`: how much of the inputs some figures cover."""
+    """`2 of 6 sequences, 184 tokens`: how much of the inputs some figures cover, and how many positions are padding."""
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
-    return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}"
+    return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str:
@@ -75,9 +75,9 @@ def floor_text(floor: NoiseFloor) -> str:
     return kl + ratio
 
 
-def floor_lines(floor: NoiseFloor | None, output: OutputDrift) -> list[str]:
+def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
     """Lines that say what the drift means, and, where the noise floor was measured, its figures and how it was found."""
-    lines = [f"meaning    {meaning(output, floor)}"]
+    lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
     lines.append(f"floor      {floor_text(floor)}")

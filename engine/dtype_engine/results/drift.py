@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -213,6 +214,8 @@ class Extent:
     """Whether positions are tokens of a text."""
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
+    left_out: int = 0
+    """Positions that a mask leaves out as padding; they are in no figure."""
 
     @property
     def whole(self) -> bool:
@@ -223,6 +226,11 @@ class Extent:
     def error(self) -> float | None:
         """The error of the mean KL where there is one, else that of the relative L2 error."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
+
+    @property
+    def left_out_text(self) -> str:
+        """`; 6 padding positions left out`; nothing where there are none."""
+        return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
         """Whether the error is at most `precision`, or all inputs were run. With None, only running all inputs is enough."""
@@ -285,25 +293,30 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, with the number of sequences that were run where that is not all of them."""
+        """A description of the inputs, how many sequences were run if that is not all, and how much of them is padding."""
         run = self.sequences
-        return self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
+        words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
+        return words + run.left_out_text
 
 
 NATS = "nats per token"
 NATS_PER_EXAMPLE = "nats per example"
+NATS_PER_PIXEL = "nats per pixel"
 SQUARED = "relative squared error"
 
 
-def unit_for(distribution: bool, dimensions: int) -> str:
+def unit_for(classes_dim: int | None, dimensions: int) -> str:
     """The unit of the single figure by which drifts are ranked.
 
-    distribution: whether the main output holds the logits of a distribution. dimensions: how many dimensions the main output has;
-    with 3 or more there is one distribution for each token.
+    classes_dim: which dimension of the main output, from 0, holds the logits of a distribution; None for no distribution.
+    dimensions: how many dimensions the main output has. Of three or more, each token has a distribution if the last one holds the
+    logits, and each pixel if another one does.
     """
-    if not distribution:
+    if classes_dim is None:
         return SQUARED
-    return NATS if dimensions > 2 else NATS_PER_EXAMPLE
+    if dimensions <= 2:
+        return NATS_PER_EXAMPLE
+    return NATS if classes_dim == dimensions - 1 else NATS_PER_PIXEL
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:

@@ -8,14 +8,16 @@ itself to a dtype, which no computation in that dtype can avoid.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.units import decibels, plural
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
-    from dtype_engine.results.drift import OutputDrift
+    from dtype_engine.results.drift import ModuleDrift, OutputDrift
 
 Word = Literal["exact", "under the floor", "invisible", "small", "visible", "broken"]
 
@@ -84,12 +86,25 @@ class Meaning:
         return f"{self.word}: {self.why}"
 
 
-def meaning(output: OutputDrift, floor: NoiseFloor | None = None) -> Meaning:
-    """Judge a drift. floor: the noise floor over the same inputs; None where it is not known."""
+def _beneath(modules: Iterable[ModuleDrift]) -> str:
+    """Describe the modules of an output that is identical to the reference's."""
+    differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
+    if not differing:
+        return "nothing differs"
+    worst = min((each.sqnr_db for each in differing if each.sqnr_db is not None), default=-math.inf)
+    some_bad = any(each.nonfinite for each in differing)
+    drifts = f"{plural(len(differing), 'module')} drift{'s' if len(differing) == 1 else ''}"
+    return f"the output is identical, while {drifts}, worst {'not finite' if some_bad else decibels(worst)}"
+
+
+def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
+    """Judge a drift. floor: the noise floor over the same inputs; None if it is not known. modules: the figures of modules, which
+    may drift although the output does not, for example before a saturated softmax.
+    """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:
-        return Meaning("exact", "nothing differs")
+        return Meaning("exact", _beneath(modules))
     if floor is not None and floor.covers(output):
         return Meaning("under the floor", "noise")
     if output.kl_mean is not None:

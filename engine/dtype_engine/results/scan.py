@@ -35,7 +35,7 @@ class ScanReport:
     reference: str
     inputs: str
     unit: str
-    """`NATS` or `NATS_PER_EXAMPLE` where the main output is a distribution; otherwise `SQUARED`, its relative L2 error squared."""
+    """`NATS`, `NATS_PER_EXAMPLE` or `NATS_PER_PIXEL` if the output is a distribution, else `SQUARED`: relative L2, squared."""
     exact: bool
     """Whether each score was measured by a forward pass; otherwise scores are estimated from backward passes."""
     draws: int

@@ -6,7 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import dtype_engine as de
+from dtype_engine.reports.document import drift_section
+from dtype_engine.reports.notebook import drift_repr
+from dtype_engine.reports.text_drift import floor_lines
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.meaning import HELP, SQNR_SIGNS, cosine_at, meaning, rounding_sqnr_db
@@ -87,3 +92,36 @@ def test_what_comes_before_the_limits() -> None:
 def test_the_help_gives_every_limit_and_its_source() -> None:
     for words in ("llama.cpp", "LLaMA-3-8B", "2.5e-05", "1.4e-03", "0.031", "0.445", "52.9 dB", "28.9 dB", "4.4 dB"):
         assert words in HELP
+
+
+class Saturated(nn.Module):
+    """A softmax whose largest score is so far from the others that rounding does not reach its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores = nn.Linear(8, 4)
+        with torch.no_grad():
+            self.scores.bias.copy_(torch.tensor([0.0, 500.0, 0.0, 0.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scores(x).softmax(-1)
+
+
+def test_an_identical_output_does_not_hide_that_modules_drift() -> None:
+    model, x = Saturated(), torch.randn(5, 8)
+    with torch.no_grad():
+        r = model.scores(x).double()
+        rounded = x.bfloat16() @ model.scores.weight.bfloat16().T + model.scores.bias.bfloat16()
+    session = de.open(model, inputs=(x,), options=de.Options(settings=de.RunSettings(float_inputs="model")))
+    assert str(meaning((report := session.drift()).output, None, report.modules)) == "exact: nothing differs"
+    session.cast("*", "bfloat16")
+    report = session.drift()
+    assert report.output.max_abs == 0
+    found = str(meaning(report.output, None, report.modules))
+    decibels = 20 * math.log10(float(r.norm() / (rounded.double() - r).norm()))
+    assert decibels == pytest.approx(report.modules[0].sqnr_db, abs=1.0)  # one rounding of the sum more or less
+    assert found == f"exact: the output is identical, while 1 module drifts, worst {report.modules[0].sqnr_db:.2f} dB"
+    assert found in drift_repr(report)
+    assert found.removeprefix("exact: ") in str(drift_section(report))
+    assert floor_lines(None, report.output, report.modules) == [f"meaning    {found}"]

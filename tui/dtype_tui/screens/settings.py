@@ -1,4 +1,4 @@
-"""The window with the settings of a run: four choices and their explanations."""
+"""The window with the settings of a run: some choices and their explanations."""
 
 from __future__ import annotations
 
@@ -42,6 +42,13 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         tuple((name, dtypes.short_name(name)) for name in ("float32", "bfloat16", "float16", "float64")),
         "The dtype to which fp8 and int8 weights are converted where no activation determines it, as in an embedding look-up.",
     ),
+    (
+        "classes_dim",
+        "classes",
+        (("auto", "auto"), ("none", "none"), (1, "dim 1"), (-1, "last dim")),
+        "The dimension of the output that holds the classes or tokens of a distribution; none: drift has no KL and no same top. "
+        "Auto follows the model's class and configuration.",
+    ),
 )
 """(field of RunSettings, title, choices as (value, label), explanation)."""
 
@@ -68,11 +75,11 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
 
     def draw(self) -> Text:
         text = Text()
-        for index, (field, title, choices, meaning) in enumerate(CHOICES):
+        for index, (field, title, _, meaning) in enumerate(CHOICES):
             text.append("\n")
             text.append(*self.marker(index))
             text.append(f"{title:<22}", style="bold" if index == self.index else "")
-            for value, name in choices:
+            for value, name in self._choices(index):
                 chosen = getattr(self._settings, field) == value
                 text.append(f"[{name}]" if chosen else f" {name} ", style="bold" if chosen else "dim")
                 text.append(" ")
@@ -82,9 +89,15 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
                     text.append(f"    {line}\n", style="dim")
         return text
 
+    def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
+        """The choices of a setting. The value in use is one of them: the command line takes more than are offered here."""
+        field, _, choices, _ = CHOICES[index]
+        value = getattr(self._settings, field)
+        return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))
+
     def action_change(self, step: int) -> None:
-        field, _, choices, _ = CHOICES[self.index]
-        values = [value for value, _ in choices]
+        field = CHOICES[self.index][0]
+        values = [value for value, _ in self._choices(self.index)]
         value = values[(values.index(getattr(self._settings, field)) + step) % len(values)]
         self._settings = dataclasses.replace(self._settings, **{field: value})  # type: ignore[arg-type]
         self.redraw()

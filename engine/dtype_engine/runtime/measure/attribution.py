@@ -29,11 +29,13 @@ from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
+from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache
-from dtype_engine.runtime.passes.outputs import is_distribution, main_output
+from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
@@ -80,6 +82,7 @@ class _Base:
     modules: dict[tuple[str, int], torch.Tensor]
     cache: OutputCache | None
     uses: Mapping[str, int]
+    masks: KeptPositions | None
 
 
 @dataclass
@@ -165,7 +168,8 @@ class Attribution:
             ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
             name, tensor = main_output(ran.output)
             kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
-            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses))
+            masks = KeptPositions.of(self.model.module, batch, self.model.device)
+            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses, masks))
             cached = ran.cache.nbytes if ran.cache is not None else 0
             budget = max(0, budget - cached - sum({id(each): each.nbytes for each in kept.values()}.values()))
             positions += _rows(tensor)
@@ -222,7 +226,7 @@ class Attribution:
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
         for base in self._bases:
-            local.reference = base.modules
+            local.reference, local.masks = base.modules, base.masks
             prefix = 0
             if part is not None and base.cache is not None and base.cache.calls:
                 # A module that this batch's pass does not call is run in no place of it.
@@ -231,10 +235,12 @@ class Attribution:
             ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
             name, candidate = main_output(ran.output)
             if comparison is None:
-                comparison = OutputMetrics(is_distribution(name, candidate))
-            comparison.add(base.output, candidate, None)
+                dimension = classes_dimension(self.model.module, name, candidate, self.settings.classes_dim)
+                comparison = OutputMetrics(dimension)
+            kept = None if base.masks is None else base.masks.of_main(name, candidate)
+            comparison.add(base.output, candidate, kept=kept)
         assert comparison is not None
-        unit = unit_for(comparison.distribution, candidate.ndim)
+        unit = unit_for(comparison.classes_dim, candidate.ndim)
         return unit, scalar_drift(comparison.result()), local.sqnr_db
 
 
@@ -244,6 +250,7 @@ class _LocalError(ModuleObserver):
     def __init__(self, module: str | None) -> None:
         self.module = module
         self.reference: dict[tuple[str, int], torch.Tensor] = {}
+        self.masks: KeptPositions | None = None
         self._sums: ModuleSums | None = None
 
     @property
@@ -254,7 +261,8 @@ class _LocalError(ModuleObserver):
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         kept = self.reference.get((module, call)) if module == self.module else None
         if kept is not None:
-            sums = compare_outputs(kept, output)
+            positions = None if self.masks is None else self.masks.of_module(module, call, kept)
+            sums = compare_outputs(kept, output, positions)
             if sums.comparable:
                 self._sums = self._sums or ModuleSums()
                 self._sums.add(sums)

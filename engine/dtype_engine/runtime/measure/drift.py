@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,16 +19,19 @@ from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Inputs
-from dtype_engine.runtime.inputs.preprocessing import text_config
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
+from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
+from dtype_engine.runtime.measure.modules.routing import Routing, RoutingComparer
 from dtype_engine.runtime.measure.plan import MeasurementPlan, Step
 from dtype_engine.runtime.measure.progress import MeasurementProgress
 from dtype_engine.runtime.measure.running_totals import ReferenceRecord, RunningTotals
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -78,7 +81,7 @@ class DriftMeter:
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
     """See `MeasurementProgress`."""
-    _routed: bool = field(init=False)
+    _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
     """How many the model has."""
@@ -86,7 +89,7 @@ class DriftMeter:
     def __post_init__(self) -> None:
         self._plan = MeasurementPlan(self.inputs.batches)
         self._modules = sum(1 for _ in self.model.module.modules()) - 1
-        self._routed = _routes_tokens(self.model)
+        self._routing = Routing.of(self.model)
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
         """Run what has to be run and compare: the last of `readings`, or the first that is as precise as the listener wants.
@@ -155,12 +158,16 @@ class DriftMeter:
                 self._expect(progress, step, totals, listener)
                 reference = self._reference(reference_runner, step, progress)
                 if totals is None:
-                    totals = RunningTotals(reference.output_name, reference.output, len(batches), self._routed)
-                comparer = self._comparer(step, reference, totals, listener)
+                    name, output = reference.output_name, reference.output
+                    classes_dim = classes_dimension(self.model.module, name, output, self.settings.classes_dim)
+                    totals = RunningTotals(name, output, classes_dim, len(batches), self._routing is not None)
+                kept = KeptPositions.of(self.model.module, batches[step.number], self.model.device)
+                comparer = self._comparer(step, reference, totals, listener, kept)
                 progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
                 ran = self._candidate(candidate_runner, step, progress)
                 output = _comparable_output(ran, reference)
-                totals.add(step.number, batches[step.number], reference, ran, output)
+                positions = None if kept is None else kept.of_main(reference.output_name, output)
+                totals.add(step.number, batches[step.number], reference, ran, output, positions)
                 if comparer is not None:
                     totals.set_modules(step.number, comparer.sums)
                     if listener.on_modules is not None:
@@ -193,14 +200,24 @@ class DriftMeter:
         progress.expect([*steps], with_reference, rest)
 
     def _comparer(
-        self, step: Step, reference: ReferenceRecord, totals: RunningTotals, listener: MeasurementListener
+        self,
+        step: Step,
+        reference: ReferenceRecord,
+        totals: RunningTotals,
+        listener: MeasurementListener,
+        kept: KeptPositions | None,
     ) -> ModuleComparer | None:
         """What compares modules in the candidate's pass; None where they are not compared."""
         if not step.compares_modules or reference.modules is None:
             return None
+        routing = RoutingComparer(self._routing, reference.choices)
         if (on_modules := listener.on_modules) is None:
-            return ModuleComparer(reference.modules)
-        return ModuleComparer(reference.modules, lambda sums: on_modules(totals.modules_with(step.number, sums)))
+            return ModuleComparer(reference.modules, None, kept, routing)
+
+        def report(sums: Mapping[str, ModuleSums]) -> None:
+            on_modules(totals.modules_with(step.number, sums))
+
+        return ModuleComparer(reference.modules, report, kept, routing)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
         """Run the candidate on one sequence, what is unchanged since the last measurement left out, and keep its outputs."""
@@ -238,7 +255,7 @@ class DriftMeter:
         else:
             copied = recorder.copy_of(output)
             left_out = frozenset(recorder.left_out)
-            record = ReferenceRecord(name, copied, ran.seconds, recorder.outputs, left_out)
+            record = ReferenceRecord(name, copied, ran.seconds, recorder.outputs, left_out, recorder.choices)
             main = [module for (module, _), kept in recorder.outputs.items() if kept is copied]
             self._plan.add_calls(ran.finished, ran.spans, main)
         if record.nbytes <= left:
@@ -274,10 +291,3 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     return (
         f"torch's fast path of {found} is off in reference and candidate: padded positions are computed like others",
     )
-
-
-def _routes_tokens(model: LiveModel) -> bool:
-    """Whether the model's configuration speaks of several experts."""
-    config = getattr(model.module, "config", None)
-    described = text_config(config).to_dict() if hasattr(config, "to_dict") else {}
-    return any("experts" in name and type(value) is int and value > 1 for name, value in described.items())

@@ -15,15 +15,17 @@ import torch
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import RunSettings
+from dtype_engine.core.options import ClassesDim, RunSettings
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, compared_rows
+from dtype_engine.runtime.passes.class_dimensions import classes_dimension
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
-from dtype_engine.runtime.passes.outputs import is_distribution, main_output
+from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
@@ -39,6 +41,7 @@ def measure_noise_floor(
     behavior: ModelBehavior,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
+    classes_dim: ClassesDim = "auto",
 ) -> NoiseFloor:
     """Run the reference as it is, with the other attention implementation (eager for sdpa), and with every input twice in
     one batch, and compare. Variants that the model does not have are left out. `on_progress(done, total)` counts runs of one
@@ -52,15 +55,18 @@ def measure_noise_floor(
             on_progress(_RUNS * number, _RUNS * expected)
             name, reference = main_output(_run(runner, batch))
             reference = reference.detach().clone()
+            dimension = classes_dimension(model.module, name, reference, classes_dim)
+            masks = KeptPositions.of(model.module, batch, model.device)
+            kept = None if masks is None else masks.of_main(name, reference)
             on_progress(_RUNS * number + 1, _RUNS * expected)
             # A variant that fails says nothing about the reference itself.
             other = ForwardRunner(model, RunSettings(), cancelled, watch=False, behavior=copy.deepcopy(behavior))
             for run, (variant, again) in enumerate(_variants(other, batch, reference), start=1):
                 on_progress(_RUNS * number + run + 1, _RUNS * expected)
                 if again is not None:
-                    comparison = comparisons.setdefault(variant, OutputMetrics(is_distribution(name, reference)))
-                    comparison.add(reference, again)
-            positions += reference[..., 0].numel() if reference.ndim else 1
+                    comparison = comparisons.setdefault(variant, OutputMetrics(dimension))
+                    comparison.add(reference, again, kept=kept)
+            positions += len(compared_rows(reference, dimension, kept))
             if positions >= ENOUGH_POSITIONS:
                 break
     return _worst({variant: comparison.result() for variant, comparison in comparisons.items()}, positions)

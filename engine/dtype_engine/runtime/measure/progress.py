@@ -58,6 +58,10 @@ class MeasurementProgress(ModuleObserver):
         self._call_finished()
         return observed
 
+    def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
+        """Hand a router's choice on."""
+        self._observer.take_choice(module, call, chosen)
+
     def replay(self, module: str, observed: Any) -> None:
         """A call that was reused counts as one that ran."""
         self._observer.replay(module, observed)

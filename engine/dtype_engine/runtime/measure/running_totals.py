@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds
+from dtype_engine.core.units import plural
+from dtype_engine.results.drift import NATS, Extent, ModuleDrift, OutputDrift, PartialDrift, Seconds, unit_for
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
 from dtype_engine.runtime.passes.one_pass import PassResult
-from dtype_engine.runtime.passes.outputs import is_distribution
 
 
 @dataclass(slots=True)
@@ -29,22 +29,30 @@ class ReferenceRecord:
     """The modules' outputs by (module, call); None where modules are not compared. One of them may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The modules with an output that did not fit the memory."""
+    choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
+    """The experts that routers chose; see `ModuleRecorder`."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        held = {id(tensor): tensor.nbytes for tensor in (self.output, *(self.modules or {}).values())}
+        held = {
+            id(tensor): tensor.nbytes
+            for tensor in (self.output, *(self.modules or {}).values(), *self.choices.values())
+        }
         self.nbytes = sum(held.values())
 
 
 class RunningTotals:
     """What the sequences that were run so far gave; it grows with the next one.
 
-    The figures are the same in whatever order the sequences were run. output: the main output of the first. total: how many
-    sequences there are. routed: the model sends tokens to experts. A token that goes elsewhere moves the output a hundred times as
-    far as others do, and is rare: sequences without one say nothing of those to come, so how far they may be is not known.
+    The figures are the same in whatever order the sequences were run. output: the main output of the first. classes_dim: its
+    dimension that holds the logits of a distribution, None for no distribution. total: how many sequences there are. routed: the
+    model sends tokens to experts. A token that goes elsewhere moves the output a hundred times as far as others do, and is rare:
+    sequences without one say nothing of those to come, so how far they may be is not known.
     """
 
-    def __init__(self, output_name: str, output: torch.Tensor, total: int, routed: bool = False) -> None:
+    def __init__(
+        self, output_name: str, output: torch.Tensor, classes_dim: int | None, total: int, routed: bool = False
+    ) -> None:
         self.output_name = output_name
         self.dimensions = output.ndim
         """Of the main output: 3 for a distribution at every token, 2 for one an example."""
@@ -52,7 +60,7 @@ class RunningTotals:
         """Of the sequences, in the order in which they were run."""
         self._total = total
         self._routed = routed
-        self._comparison = OutputMetrics(is_distribution(output_name, output))
+        self._comparison = OutputMetrics(classes_dim)
         self._kl_means: list[float] = []
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}
@@ -63,16 +71,22 @@ class RunningTotals:
         self._reused = False
 
     def add(
-        self, number: int, batch: Batch, reference: ReferenceRecord, ran: PassResult[Any], output: torch.Tensor
+        self,
+        number: int,
+        batch: Batch,
+        reference: ReferenceRecord,
+        ran: PassResult[Any],
+        output: torch.Tensor,
+        kept: torch.Tensor | None = None,
     ) -> None:
-        """Take in the sequence of this number: the candidate's pass over it and its main output. `set_modules` has the rest. Of a
-        sequence that is there the main output stays as it is.
+        """Take in the sequence of this number: the candidate's pass over it and its main output. `set_modules` has the rest. A
+        sequence that was taken in before keeps its main output. kept: which positions count; see `KeptPositions.of_main`.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
         if number in self.numbers:
             return
-        self._comparison.add(reference.output, output, batch.next_tokens, number)
+        self._comparison.add(reference.output, output, batch.next_tokens, number, kept)
         self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
         if positions is not None:
@@ -115,6 +129,11 @@ class RunningTotals:
         return self._comparison.result()
 
     @property
+    def unit(self) -> str:
+        """The unit of the figure that drift is ranked by; see `unit_for`."""
+        return unit_for(self._comparison.classes_dim, self.dimensions)
+
+    @property
     def extent(self) -> Extent:
         """How much of the inputs the figures are over, and how far they may be from those over all."""
         sequences = [self._comparison.sequences[number] for number in self.numbers]
@@ -123,7 +142,8 @@ class RunningTotals:
             done=len(sequences),
             total=self._total,
             positions=sum(sequence.rows for sequence in sequences),
-            of_tokens=self._comparison.distribution and self.dimensions > 2,
+            of_tokens=self.unit == NATS,
+            left_out=sum(sequence.left_out for sequence in sequences),
             rel_l2_error=errors[0],
             kl_error=errors[1],
         )
@@ -153,7 +173,9 @@ class RunningTotals:
         """What a reader of these figures has to know. output: the main output's."""
         notices = list[str]()
         if output.nonfinite_reference:
-            of_others = "figures are of the others" + (", KL has none" if self._comparison.distribution else "")
+            of_others = "figures are of the others" + (
+                ", KL has none" if self._comparison.classes_dim is not None else ""
+            )
             notices.append(
                 f"the reference is not finite itself in {output.nonfinite_reference:,} of the {output.elements:,} values of "
                 f"{self.output_name}: {of_others}"
@@ -161,6 +183,12 @@ class RunningTotals:
         if self._left_out:
             notices.append(
                 f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit the memory that is free"
+            )
+        shifted = {name for sums in self._modules.values() for name, each in sums.items() if not each.comparable}
+        if shifted:
+            notices.append(
+                f"{plural(len(shifted), 'module')} ({min(shifted)}{', ...' if len(shifted) > 1 else ''}) can't be compared element "
+                "by element: given other tokens than in the reference, or outputs of other shapes"
             )
         if self._left_wide:
             names = ", ".join(sorted(self._left_wide))

@@ -22,6 +22,11 @@ class ModuleObserver:
         with the output.
         """
 
+    def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
+        """Take the first tensor of integers, [tokens, ...], that a module returned next to float tensors: a router's choice of
+        experts. It comes before the module's own output.
+        """
+
     def replay(self, module: str, observed: Any) -> None:
         """Take what an earlier pass's observer returned, for a call whose output is reused from that pass."""
 
@@ -105,6 +110,8 @@ class ForwardPass:
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
         if index is None or self.earlier is None:
             tensor = first_tensor(output)
+            if type(output) is tuple and (chosen := _integers(output)) is not None:
+                self.observer.take_choice(name, call, chosen)
             observed = self.observer(name, call, tensor) if tensor is not None else None
             cache = self.cache
             if cache is not None:
@@ -125,3 +132,11 @@ class ForwardPass:
                 self.cache.add(same)
         whole = self.earlier.calls[index]
         self.finished += self.earlier.names[whole.began_after : whole.ended_after + 1]
+
+
+def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
+    """The first tensor of integers with two dimensions or more."""
+    for each in outputs:
+        if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:
+            return each
+    return None

@@ -56,11 +56,3 @@ def _main_output(output: Any) -> tuple[str, torch.Tensor | None]:
             if tensor is not None:
                 return name, tensor
     return "output", first_tensor(output)
-
-
-_DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
-
-
-def is_distribution(name: str, output: torch.Tensor) -> bool:
-    """Whether the output field `name` holds logits over classes or tokens in its last dimension."""
-    return name in _DISTRIBUTIONS and output.ndim >= 2 and output.shape[-1] >= 2

@@ -12,7 +12,6 @@ from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.drift import unit_for
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
@@ -151,7 +150,7 @@ class ExactScan:
             meter = DriftMeter(self.model, self.inputs, self.settings)
             self.model.apply(self._base, cancelled=cancelled)
             first = meter.measure(cancelled=cancelled)
-            self.unit = unit_for(first.output.kl_mean is not None, first.dimensions)
+            self.unit = first.unit
             self.forward_seconds = first.seconds.candidate or 0.0
             self._meter = meter
         return self._meter

@@ -216,6 +216,7 @@ class Scan:
                 self._local,
                 on_measured,
                 cancelled,
+                self.settings.classes_dim,
             )
             scores = one.run(batch, index, self.parts)
             if self._pace is None or seconds is not None:

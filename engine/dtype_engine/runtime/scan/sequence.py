@@ -17,12 +17,16 @@ import torch
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.options import ClassesDim
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.numerics.compare.metrics import compared_rows
+from dtype_engine.runtime.passes.class_dimensions import classes_dimension
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
-from dtype_engine.runtime.passes.outputs import is_distribution, main_output
+from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.state_restore import as_every_pass
 from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode, weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
@@ -56,6 +60,8 @@ class SequenceScan:
     on_measured: Callable[[int, int], None]
     """Called as `on_measured(done, total)` with numbers of operations."""
     cancelled: IsCancelled
+    classes: ClassesDim = "auto"
+    """The setting `classes_dim`."""
     unit: str = ""
     elements: int = 1
     """Elements of the main output."""
@@ -76,9 +82,14 @@ class SequenceScan:
         if not main.requires_grad:
             raise NoForward("the output does not depend on any weight through operations that have a gradient")
         self.elements = max(1, main.numel())
-        distribution = is_distribution(name, main)
+        module, shape = self.model.module, main.shape
+        classes_dim = classes_dimension(module, name, main, self.classes)
+        distribution = classes_dim is not None
+        masks = KeptPositions.of(module, batch, main.device)
+        kept = None if masks is None else masks.of_main(name, main)
+        main = compared_rows(main, classes_dim, kept)
         probes = OutputProbes(main.detach(), distribution, self.num_probes, seed=index)
-        self.unit = unit_for(distribution, main.ndim)
+        self.unit = unit_for(classes_dim, len(shape))
         calls = sample_calls(mode.topk_calls, index, sequences)
         self._samples = [
             TopKSample(each.index, len(mode.topk_calls) / len(calls), each.margins.detach().tolist()) for each in calls
@@ -90,7 +101,8 @@ class SequenceScan:
             """The drift of a pass under another mode, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
-            return reference.drift(main_output(self._call(batch, mode))[1])
+            output = main_output(self._call(batch, mode))[1]
+            return reference.drift(compared_rows(output, classes_dim, kept))
 
         with torch.no_grad():
             for sample, call in zip(self._samples, calls, strict=True):

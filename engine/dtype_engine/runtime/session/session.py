@@ -14,7 +14,7 @@ from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import ClassesDim, Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
@@ -102,7 +102,7 @@ class Session:
         self._casting = Casting(model)
         self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
-        self._floor: tuple[Inputs, NoiseFloor] | None = None
+        self._floor: tuple[Inputs, ClassesDim, NoiseFloor] | None = None
         self._scan = LastScan()
         if inputs is None:
             try:
@@ -486,9 +486,11 @@ class Session:
             True
         """
         inputs = self.need_inputs()
-        if self._floor is None or self._floor[0] is not inputs:
-            self._floor = inputs, measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled)
-        return self._floor[1]
+        classes_dim = self.settings.classes_dim
+        if self._floor is None or self._floor[0] is not inputs or self._floor[1] != classes_dim:
+            floor = measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled, classes_dim)
+            self._floor = inputs, classes_dim, floor
+        return self._floor[2]
 
     @reading_weights
     def nonfinite(

@@ -57,7 +57,7 @@ def test_every_distribution_figure_on_fixed_tensors() -> None:
     reference = torch.randn(3, 90, 17, generator=generator) * 2
     candidate = reference + 0.3 * torch.randn(3, 90, 17, generator=generator)
     tokens = torch.randint(0, 17, (3, 90), generator=generator)
-    comparison = OutputMetrics(True)
+    comparison = OutputMetrics(-1)
     for r, c, ids in zip(reference, candidate, tokens, strict=True):
         comparison.add(r[None], c[None], torch.cat([ids[1:], ids.new_full((1,), -100)])[None])
     found = comparison.result()
@@ -67,7 +67,7 @@ def test_every_distribution_figure_on_fixed_tensors() -> None:
 
 
 def test_one_position_has_figures_but_no_errors_and_no_percentiles() -> None:
-    comparison = OutputMetrics(True)
+    comparison = OutputMetrics(-1)
     comparison.add(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.5, 3.0]]), torch.tensor([1]))
     found = comparison.result()
     assert (found.positions, found.scored_tokens) == (1, 1)
@@ -83,7 +83,7 @@ def test_one_position_has_figures_but_no_errors_and_no_percentiles() -> None:
 
 def test_identical_outputs_have_no_spread() -> None:
     logits = torch.randn(120, 9, generator=torch.Generator().manual_seed(1))
-    comparison = OutputMetrics(True)
+    comparison = OutputMetrics(-1)
     comparison.add(logits, logits.clone(), torch.arange(120) % 9)
     found = comparison.result()
     assert found.dp_rms == found.dp_rms_se == found.dp_max == found.dp_min == found.kl_p01 == 0
@@ -95,7 +95,7 @@ def test_identical_outputs_have_no_spread() -> None:
 def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
     logits[0, 0], logits[1, 1], logits[2, 2] = math.nan, math.inf, -math.inf
-    comparison = OutputMetrics(True)
+    comparison = OutputMetrics(-1)
     comparison.add(logits, logits.clone())
     found = comparison.result()
     assert (found.nonfinite, found.nonfinite_reference) == (0, 2)
@@ -108,7 +108,7 @@ def test_a_reference_that_is_not_finite_is_not_taken_for_one_that_agrees(width: 
     reference = torch.randn(120, width, generator=generator)
     candidate = reference + 0.01 * torch.randn(120, width, generator=generator)
     reference[3:], candidate[3:] = value, value
-    comparison = OutputMetrics(True)
+    comparison = OutputMetrics(-1)
     comparison.add(reference, candidate, torch.arange(120) % 9)
     found = comparison.result()
     assert (found.nonfinite, found.nonfinite_reference) == (0, 117 * width)
@@ -144,7 +144,7 @@ def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
 
 def test_outputs_of_nothing_finite_do_not_agree() -> None:
     logits = torch.full((2, 3), math.nan)
-    comparison = OutputMetrics(False)
+    comparison = OutputMetrics(None)
     comparison.add(logits, logits.clone())
     found = comparison.result()
     assert (found.nonfinite, found.nonfinite_reference) == (0, 6)

@@ -13,7 +13,7 @@ from rich.text import Text
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, percent_with_error
+from dtype_engine.core.units import decibels, percent_with_error, plural
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import (
     extent_text,
@@ -113,8 +113,10 @@ class DriftPane(Pane):
         grid = PlainTable.labelled(gap=1)
         if not report.sequences.whole:
             grid.add_row("over", Text(f"{extent_text(report.sequences)}: m runs all", style="bold"))
+        if report.sequences.left_out:
+            grid.add_row("padding", f"{plural(report.sequences.left_out, 'position')} left out")
         floor = self.experiment.floor
-        grid.add_row("meaning", Text(str(meaning(output, floor)), style="bold"))
+        grid.add_row("meaning", Text(str(meaning(output, floor, report.modules)), style="bold"))
         if floor is not None and floor.ways:
             grid.add_row("floor", floor_text(floor))
         for verdict in verdicts(self.experiment.thresholds, output):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 
 import torch
 
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
+from dtype_engine.runtime.measure.modules.routing import RoutingComparer
 from dtype_engine.runtime.measure.modules.seen_output import SeenOutput
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
+from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
 """Times the interval of progress: adding up the sums so far takes some milliseconds."""
@@ -19,17 +22,22 @@ class ModuleComparer(ModuleObserver):
     """Observes a candidate's pass: compares each module output with the reference's at once, since a model may write to an output
     after the module returned it. `sums` has this pass's, by module.
 
-    reference: the outputs of a `ModuleRecorder`. on_sums: is given the sums that have changed, now and then.
+    reference: the outputs of a `ModuleRecorder`. on_sums: is given the sums that have changed, now and then. kept: which positions
+    count; None for all. routing: compares what routers choose.
     """
 
     def __init__(
         self,
         reference: Mapping[tuple[str, int], torch.Tensor],
         on_sums: Callable[[Mapping[str, ModuleSums]], None] | None = None,
+        kept: KeptPositions | None = None,
+        routing: RoutingComparer | None = None,
     ) -> None:
         self.sums: dict[str, ModuleSums] = {}
         self._reference = reference
         self._on_sums = on_sums
+        self._kept = kept
+        self._routing = RoutingComparer(None, {}) if routing is None else routing
         self._unreported: set[str] = set()
         self._last: SeenOutput[tuple[torch.Tensor, ModuleSums]] | None = None
         self._throttle = Throttle(first=False, every=_REPORT_EVERY)
@@ -38,17 +46,29 @@ class ModuleComparer(ModuleObserver):
         kept = self._reference.get((module, call))
         if kept is None:
             sums = None
+        elif self._routing.is_shifted(module, output):
+            sums = ModuleSums.not_comparable(kept, output)
         elif self._last is not None and self._last.result[0] is kept and self._last.is_same(output):
             sums = self._last.result[1]
         else:
-            sums = compare_outputs(kept, output)
+            positions = None if self._kept is None else self._kept.of_module(module, call, kept)
+            sums = compare_outputs(kept, output, positions)
             self._last = SeenOutput(output, (kept, sums))
+        if sums is not None and kept is not None:
+            self._routing.take_scores(module, call, kept, output)
+            if rerouted := self._routing.rerouted_by(module):
+                sums = dataclasses.replace(sums, rerouted=rerouted)
         self.replay(module, sums)
         return sums
+
+    def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
+        self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
         """Add the sums of one output, now or in an earlier pass that had the same."""
         if observed is not None:
+            if observed.rerouted:
+                self._routing.mark(module, observed.rerouted)
             self.sums.setdefault(module, ModuleSums()).add(observed)
             self._unreported.add(module)
         if self._on_sums is not None and self._throttle.due():
@@ -58,4 +78,5 @@ class ModuleComparer(ModuleObserver):
     def restart(self) -> None:
         """Forget what was compared."""
         self.sums.clear()
+        self._routing.restart()
         self._unreported.clear()

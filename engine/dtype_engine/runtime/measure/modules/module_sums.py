@@ -24,13 +24,16 @@ class ModuleSums:
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether all outputs had the shapes of the reference's. Experts are given other tokens when the routing changes: then there
-    is nothing to compare element by element."""
+    """Whether all outputs had the shapes of the reference's, and rows of the same tokens. Experts are given other tokens when the
+    routing changes: then there is nothing to compare element by element."""
+    rerouted: int = 0
+    """Of a router: how many tokens it had in a call in which it chose other experts for one of them."""
 
     def add(self, other: ModuleSums) -> None:
         """Take in further calls."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
+        self.rerouted = self.rerouted or other.rerouted
 
     def drift(self, name: str) -> ModuleDrift:
         """The figures of the module of this name; no SQNR where shapes differ, or where nothing in the reference is finite."""
@@ -39,14 +42,24 @@ class ModuleSums:
         figure = sqnr_db(sums.energy, sums.noise) if compared else None
         return ModuleDrift(name, figure, sums.max_abs, sums.nonfinite)
 
+    @classmethod
+    def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
+        """Of outputs whose elements do not belong together: how many more are not finite than in the reference."""
+        counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
+        return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 
-def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
+
+def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
     """One output of a module against the reference's, over all elements.
+
+    kept: a mask of the output's first dimensions, bool: only these positions are compared.
 
     Only the sums are taken that a module's figures need, in float64: with all those of the main output it takes twice as long.
     """
     if reference.shape != candidate.shape:
-        return ModuleSums(comparable=False)
+        return ModuleSums.not_comparable(reference, candidate)
+    if kept is not None:
+        reference, candidate = reference[kept], candidate[kept]
     reference, candidate = reference.detach().reshape(-1), candidate.detach().reshape(-1)
 
     def sums_of(chunk: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:

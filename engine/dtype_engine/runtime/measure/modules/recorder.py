@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from dtype_engine.runtime.measure.modules.routing import is_router
 from dtype_engine.runtime.measure.modules.seen_output import SeenOutput
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
@@ -23,6 +24,8 @@ class ModuleRecorder(ModuleObserver):
         """By (module, call)."""
         self.left_out: set[str] = set()
         """The modules with an output that did not fit."""
+        self.choices: dict[tuple[str, int], torch.Tensor] = {}
+        """The experts that routers chose, integers, by (module, call)."""
         self._budget = self._left = budget
         self._last: SeenOutput[torch.Tensor | None] | None = None
 
@@ -39,8 +42,13 @@ class ModuleRecorder(ModuleObserver):
         else:
             self.outputs[module, call] = copied
 
+    def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
+        if is_router(module):
+            self.choices[module, call] = chosen.clone()
+
     def restart(self) -> None:
         """Forget all that was kept."""
+        self.choices.clear()
         self.outputs.clear()
         self.left_out.clear()
         self._left, self._last = self._budget, None

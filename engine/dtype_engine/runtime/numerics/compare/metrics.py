@@ -45,9 +45,9 @@ class OutputMetrics:
     They do not depend on the order in which sequences are added: sums are taken in the order of their numbers.
     """
 
-    def __init__(self, distribution: bool) -> None:
-        """distribution: whether the last dimension holds the logits of a distribution."""
-        self.distribution = distribution
+    def __init__(self, classes_dim: int | None) -> None:
+        """classes_dim: the dimension of outputs that holds the logits of a distribution; None for no distribution."""
+        self.classes_dim = classes_dim
         self.sequences: dict[int, SequenceFigures] = {}
         """What was added, by its number."""
 
@@ -57,9 +57,12 @@ class OutputMetrics:
         candidate: torch.Tensor,
         next_tokens: torch.Tensor | None = None,
         number: int | None = None,
+        kept: torch.Tensor | None = None,
     ) -> None:
-        """Add one sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100:
-        none). number: its place among all; by default after those that were added.
+        """Add one sequence: two outputs of the same shape.
+
+        next_tokens: the class of the next token of each position, int64 [batch, positions], -100 for none. number: the sequence's
+        place among all; by default after those that were added. kept: which positions are compared; see `compared_rows`.
 
         Raises:
             ValueError: The shapes differ.
@@ -68,8 +71,15 @@ class OutputMetrics:
             raise ValueError(
                 f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape"
             )
-        labels = next_tokens.reshape(-1) if next_tokens is not None else None
-        figures = sequence_figures(_rows(reference), _rows(candidate), self.distribution, labels)
+        classes_dim = None if self.classes_dim is None else self.classes_dim % reference.ndim
+        labels = next_tokens if classes_dim == reference.ndim - 1 else None
+        if labels is not None:
+            labels = labels.reshape(-1) if kept is None else labels[kept.to(labels.device)]
+        rows, others = (compared_rows(output, classes_dim, kept) for output in (reference, candidate))
+        figures = sequence_figures(rows, others, classes_dim is not None, labels)
+        if kept is not None:
+            figures.left_out = kept.numel() - int(kept.sum())
+            figures.sums.elements = reference.numel() // kept.numel() * int(kept.sum())
         self.sequences[len(self.sequences) if number is None else number] = figures
 
     def result(self) -> OutputDrift:
@@ -136,8 +146,20 @@ class OutputMetrics:
         return OutputDrift(**figures)
 
 
-def _rows(output: torch.Tensor) -> torch.Tensor:
-    """[rows, width] of an output of any shape."""
+def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:
+    """[rows, width] of an output of any shape; where it holds logits of distributions, [positions, classes].
+
+    classes_dim: the dimension of the classes, from 0; None for no distribution. kept: which positions are compared, bool [batch,
+    positions], the output's first two dimensions; None for all. Of a distribution over the positions themselves, the others get
+    no probability. A view, where all is kept and the classes come last.
+    """
+    if kept is not None and classes_dim in (0, 1):
+        output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)
+    elif kept is not None:
+        output = output[kept]
+        classes_dim = None if classes_dim is None else classes_dim - 1
+    if classes_dim is not None:
+        output = output.movedim(classes_dim, -1)
     return output.reshape(-1, output.shape[-1] if output.ndim else 1)
 
 

@@ -55,6 +55,8 @@ class SequenceFigures:
     sums: ElementSums
     positions: PositionFigures | None
     """None where outputs are no logits."""
+    left_out: int = 0
+    """Positions that a mask leaves out of the figures."""
 
 
 def sequence_figures(

@@ -26,7 +26,7 @@ def pair(
 def compare(
     reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tensor | None = None, distribution: bool = True
 ) -> OutputDrift:
-    comparison = OutputMetrics(distribution)
+    comparison = OutputMetrics(-1 if distribution else None)
     comparison.add(reference, candidate, labels)
     return comparison.result()
 
@@ -88,7 +88,7 @@ def test_next_token_figures() -> None:
 def test_sequences_give_the_figures_of_the_whole() -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
-    comparison = OutputMetrics(True)
+    comparison = OutputMetrics(-1)
     for start, end in ((0, 17), (17, 18), (18, 150)):
         comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])
     parts = comparison.result()

@@ -1,0 +1,83 @@
+"""Which dimension of a main output holds the classes of a distribution, if one does.
+
+The name of the output does not say: transformers calls class scores, pixels and mask values alike `logits`. The class of the model
+and its configuration do. A setting overrides both.
+"""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import ClassesDim
+
+_LAST = -1
+_BY_CLASS: tuple[tuple[str, int | None], ...] = (
+    # Segmentation gives every pixel a distribution over classes: [batch, classes, height, width].
+    ("*ForSemanticSegmentation", 1),
+    ("*ForDensePrediction", 1),
+    # Masks: each pixel of each mask has a sigmoid.
+    ("*ForImageSegmentation", None),
+    # These detectors are trained with cross-entropy over the classes of a query, all others with a sigmoid for each class.
+    ("DetrForObjectDetection", _LAST),
+    ("TableTransformerForObjectDetection", _LAST),
+    ("YolosForObjectDetection", _LAST),
+    ("*ForObjectDetection", None),
+    # Pretraining that reconstructs pixels with a squared error.
+    ("*MAEForPreTraining", None),
+    ("HieraForPreTraining", None),
+    # Pretraining that asks of every token whether it was replaced: [batch, positions], a sigmoid each.
+    ("ElectraForPreTraining", None),
+    ("FunnelForPreTraining", None),
+    # Several answers, or speakers, may be right at once: a sigmoid each.
+    ("ViltForQuestionAnswering", None),
+    ("*ForAudioFrameClassification", None),
+    # Start and end of a video clip, and the motion of pixels, are real numbers.
+    ("*ForVideoGrounding", None),
+    ("*ForOpticalFlow", None),
+    ("*ForDepthEstimation", None),
+    # SigLIP compares each image with each text on its own; CLIP takes a softmax over the texts.
+    ("Siglip*Model", None),
+)
+"""Class names as globs, and the dimension of the classes; None for no distribution. The first that matches decides."""
+_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
+"""Outputs that hold class scores in their last dimension where `_BY_CLASS` does not say otherwise."""
+_NOT_EXCLUSIVE = ("regression", "multi_label_classification")
+"""Values of `config.problem_type` under which a classifier's outputs are real numbers, or have a sigmoid each."""
+
+
+def classes_dimension(module: nn.Module, name: str, output: torch.Tensor, setting: ClassesDim = "auto") -> int | None:
+    """The dimension of the main output `name` that holds logits over classes or tokens, counted from 0; None for no distribution.
+
+    Raises UserError where the setting names a dimension that the output does not have, or one with fewer than two values.
+    """
+    if setting == "none":
+        return None
+    dimension = _known_dimension(module, name, output) if setting == "auto" else setting
+    exists = dimension is not None and -output.ndim <= dimension < output.ndim
+    if dimension is not None and exists and output.shape[dimension] >= 2:
+        return dimension % output.ndim
+    if setting != "auto":
+        raise UserError(
+            f"the output ({name}, {tuple(output.shape)}) has no dimension {setting} with two or more classes: "
+            "choose another dimension, none or auto for classes_dim (--classes-dim)"
+        )
+    return None
+
+
+def _known_dimension(module: nn.Module, name: str, output: torch.Tensor) -> int | None:
+    if name not in _OUTPUTS or output.ndim < 2:
+        return None
+    config = getattr(module, "config", None)
+    classes = [base.__name__ for base in type(module).__mro__]
+    if getattr(config, "problem_type", None) in _NOT_EXCLUSIVE and any("Classification" in each for each in classes):
+        return None
+    for each in classes:
+        for pattern, dimension in _BY_CLASS:
+            if fnmatchcase(each, pattern):
+                return dimension
+    # An unknown class with four dimensions has maps of some kind, and which dimension has the classes is not known.
+    return _LAST if output.ndim <= 3 else None
