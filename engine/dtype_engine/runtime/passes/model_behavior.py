@@ -26,7 +26,7 @@ class ModelBehavior:
         """Take in what a pass did apart from returning its output."""
         self.observed = True
         self.writers |= effects.writers
-        self.stateful |= effects.is_stateful()
+        self.stateful |= effects.drew_numbers()
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

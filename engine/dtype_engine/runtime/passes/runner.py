@@ -178,7 +178,7 @@ class ForwardRunner:
         try:
             with as_every_pass(model, behavior, modules, mode):
                 if options.learns:
-                    run.effects = SideEffects(modules, model.device)
+                    run.effects = SideEffects(model.device)
                 self._calls.under_way = run
                 started = time.perf_counter()
                 with ExitStack() as contexts:

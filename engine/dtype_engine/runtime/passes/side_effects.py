@@ -12,7 +12,6 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
 """How far containers and objects are looked into: a cache, its list of layers, a layer, its tuple, a tensor."""
-_HOLDERS = (dict, list, tuple, set, torch.Tensor)
 Found = list[tuple[Any, Any]]
 """Objects, and what tells whether one was written to: a tensor's version, a container's length."""
 
@@ -22,16 +21,12 @@ class SideEffects:
 
     Attributes:
         writers: the modules that changed something they were given: wrote to a tensor, or put one into a list or a dict.
-
-    modules: all of the model, in whose attributes tensors may be kept.
     """
 
-    def __init__(self, modules: Collection[nn.Module], device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.writers: set[str] = set()
-        self._modules = modules
         self._device = device
         self._given: list[tuple[Any, Any, Found]] = []
-        self._held = self._tensors_held()
         self._drawn = self._generators()
 
     def begin(self, args: Any, kwargs: Any) -> None:
@@ -46,40 +41,24 @@ class SideEffects:
         if not _is_same(before, _found_in((args, kwargs))):
             self.writers.add(name)
 
-    def is_stateful(self) -> bool:
-        """The pass is over: whether calls depended on more than they were given, or may have. The model holds other tensors than
-        before, something wrote to one that it holds, or random numbers were drawn.
-        """
-        drawn = any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
-        return drawn or not _is_same(self._held, self._tensors_held())
-
-    def _tensors_held(self) -> Found:
-        seen: set[int] = set()
-        return [each for module in self._modules for each in _tensors_of(module, seen)]
+    def drew_numbers(self) -> bool:
+        """The pass is over: whether random numbers were drawn, so that calls depended on more than they were given."""
+        return any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
 
     def _generators(self) -> list[torch.Tensor]:
         states = [torch.default_generator.get_state()]
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
 
 
-def _tensors_of(module: nn.Module, seen: set[int]) -> Found:
-    """The tensors in a module's attributes, in containers too."""
-    found: Found = []
-    for name, value in module.__dict__.items():
-        if name != "_modules" and isinstance(value, _HOLDERS) and (isinstance(value, torch.Tensor) or value):
-            _collect(value, found, seen, _DEPTH, objects=False)
-    return [(value, version) for value, version in found if isinstance(value, torch.Tensor)]
-
-
 def _found_in(value: Any) -> Found:
     found: Found = []
     for each in value:
-        _collect(each, found, set(), _DEPTH, objects=True)
+        _collect(each, found, set(), _DEPTH)
     return found
 
 
-def _collect(value: Any, found: Found, seen: set[int], depth: int, objects: bool) -> None:
-    """Add what is in `value`, itself among it. objects: attributes of objects are looked into, of modules and classes none."""
+def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
+    """Add what is in `value`, itself included; attributes of objects are looked into, of modules and classes none."""
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))
         return
@@ -90,7 +69,7 @@ def _collect(value: Any, found: Found, seen: set[int], depth: int, objects: bool
     elif isinstance(value, torch.Generator):
         found.append((value, bytes(value.get_state().tolist())))
         return
-    elif objects and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
+    elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
         inside = vars(value).values()
     else:
         found.append((value, 0))
@@ -100,7 +79,7 @@ def _collect(value: Any, found: Found, seen: set[int], depth: int, objects: bool
     seen.add(id(value))
     found.append((value, len(inside)))
     for each in inside:
-        _collect(each, found, seen, depth - 1, objects)
+        _collect(each, found, seen, depth - 1)
 
 
 def _is_same(before: Found, after: Found) -> bool:

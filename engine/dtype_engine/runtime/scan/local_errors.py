@@ -122,7 +122,8 @@ class _Again:
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
         """Replace the argument with id `key` by the same function of `value`. Returns the id of the new argument."""
         made = self.new[key] = source.remake(value)
-        if source.itself or made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+        same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+        if source.itself or source.written or same_memory:
             self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, made, dtype)
         return id(made)
 

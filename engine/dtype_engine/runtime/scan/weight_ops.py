@@ -40,6 +40,8 @@ class WeightOrigin:
     """Makes the tensor again from other values of the weight."""
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
+    written: bool = False
+    """Whether it is the weight after the model has written to it."""
 
 
 @dataclass(slots=True)
@@ -119,6 +121,9 @@ class WeightOpRecorder(ReferenceMode):
         self._made.clear()
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        written = self._standing_for.get(args[0]) if is_in_place(name) and isinstance(args[0], torch.Tensor) else None
+        if written is not None and self._written.get(written) is args[0]:
+            return self._write(written, func, name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         sources = {}
         for tensor in tensors:
@@ -136,6 +141,21 @@ class WeightOpRecorder(ReferenceMode):
                 self._topk_count += 1
             return call_mixed(func, name, given, given_kwargs, self)
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
+
+    def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        """The model writes to a weight: from here on that is what the call makes of it."""
+        tensor = self.weights[key].tensor
+        before = self._source(tensor)
+
+        def remake(value: torch.Tensor) -> torch.Tensor:
+            assert before is not None
+            changed = before.remake(value).clone()
+            func(changed, *args[1:], **kwargs)
+            return changed
+
+        if before is not None:
+            self._made[key] = tensor, WeightOrigin(before.weight, remake, itself=False, written=True)
+        return call_mixed(func, name, args, kwargs, self)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
         answer = super().read_property(func, args)

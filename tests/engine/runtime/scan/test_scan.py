@@ -120,6 +120,30 @@ class Odd(nn.Module):
         return torch.relu_(self.linear(x)) + x
 
 
+class Divides(nn.Module):
+    """Divides a weight in place in its first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.divided = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.divided:
+            with torch.no_grad():
+                self.first.weight.div_(3)
+            self.divided = True
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_a_weight_that_the_model_divides_is_scanned_as_it_is_then() -> None:
+    torch.manual_seed(0)
+    session = de.open(Divides(), inputs=(torch.randn(5, 8),))
+    scan, exact = (session.scan(["bfloat16", "int8"], **how).scores() for how in ({"draws": 400}, {"exact": True}))
+    for key, score in exact.items():
+        assert scan[key] == pytest.approx(score, rel=0.2, abs=1e-12), key
+
+
 def test_any_way_to_use_a_weight_is_seen() -> None:
     torch.manual_seed(0)
     session = de.open(Odd(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
