@@ -105,6 +105,12 @@ class NonFiniteDiagnosis:
     largest_reference: float | None
     remedy: str | None
     reason: str = ""
+    constant: float | None = None
+    """A number of the model's code that the dtype does not hold: a mask's, infinite in it, or an epsilon, which is zero."""
+    before: OutputDrift | None = None
+    """The drift of the main output without the remedy."""
+    after: OutputDrift | None = None
+    """The drift with it, over the same inputs; None where there is no remedy."""
 
 
 @dataclass(frozen=True, slots=True)
