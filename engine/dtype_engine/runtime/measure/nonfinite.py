@@ -166,7 +166,7 @@ def diagnose_nonfinite(
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy, reason, after = None, "", None
     scopes = list(_scopes(tree, culprit))
-    what = "output" if output.nonfinite else "modules"
+    what: Literal["output", "modules"] = "output" if output.nonfinite else "modules"
     for done, rule in enumerate(scopes):
         on_trial(done, len(scopes))
         after = _finite_output_under(meter, tree, recipe.then(rule), what, cancelled)
