@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from dtype_engine.cli.program import answer, note, print_json, print_stderr, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.attribution import (
     AttributionReport,
@@ -149,7 +151,10 @@ class _Details:
 
         lines = floor_lines(self.floor, report.output, report.modules)
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
-        if self.with_remedy:
+        found = self.nonfinite and self.nonfinite.remedy
+        if self.with_remedy and self.remedy is None and found:
+            lines.append(f"suggest    --cast {shlex.quote(printable(found, 300))}")
+        elif self.with_remedy:
             lines += remedy_lines(self.remedy)
         elif severe(report.lost):
             lines.append("           --suggest finds rules that keep the values which the casts lose")

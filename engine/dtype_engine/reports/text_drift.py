@@ -92,11 +92,18 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
     if diagnosis.remedy is not None:
-        where = " where the reference is" if diagnosis.reason else ""
-        lines.append(f"remedy     {printable(diagnosis.remedy, 300)}: tried, the output is finite with it{where}")
+        lines.append(f"remedy     {printable(diagnosis.remedy, 300)}: tried, {remedy_result(diagnosis)}")
     else:
         lines.append(f"remedy     none: {printable(diagnosis.reason, 400)}")
     return lines
+
+
+def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
+    """What a remedy does: `the output is finite with it`, or by how much less the output then drifts."""
+    before, after = diagnosis.before, diagnosis.after
+    if before is None or after is None or before.nonfinite:
+        return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")
+    return f"every module is finite with it, SQNR {decibels(before.sqnr_db)} → {decibels(after.sqnr_db)}"
 
 
 def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
@@ -110,7 +117,12 @@ def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """The values that are beyond the range of the dtype; "" where they are not known."""
+    """Name the values beyond the range of the dtype, or the constant that the dtype can't hold; "" where neither is known."""
+    if diagnosis.constant is not None and diagnosis.limit is not None:
+        if abs(diagnosis.constant) > 1:
+            beyond = f"is beyond the range of {diagnosis.dtype}, which holds up to {diagnosis.limit:.5g}"
+            return f"the constant {diagnosis.constant:g}, as masks have, {beyond}"
+        return f"the epsilon {diagnosis.constant:g} is zero in {diagnosis.dtype}, so that it divides by zero"
     if diagnosis.limit is None or diagnosis.largest is None:
         return ""
     limit = f"{diagnosis.dtype} holds up to {diagnosis.limit:.5g}"

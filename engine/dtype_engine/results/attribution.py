@@ -110,6 +110,12 @@ class NonFiniteDiagnosis:
     """A rule that was tried and makes the output finite wherever the reference is; None where none was found."""
     reason: str = ""
     """Why there is no remedy; with a remedy, where the reference is not finite."""
+    constant: float | None = None
+    """A number of the model's code that the dtype does not hold: a mask's, infinite in it, or an epsilon, which is zero."""
+    before: OutputDrift | None = None
+    """The drift of the main output without the remedy."""
+    after: OutputDrift | None = None
+    """The drift with it, over the same inputs; None where there is no remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from dtype_engine.cli.options import ModelCommand
 from dtype_engine.cli.program import run
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import Recipe
 from dtype_engine.recipe import file as recipe_file
 
 RECIPE = """\
@@ -79,6 +80,19 @@ def test_a_setting_said_on_the_command_line_wins_over_the_file(recipe: Path) -> 
     assert said == RunSettings("float32", "float16")
     quantised = request_of("--recipe", str(recipe), "--quantize-activations", "weights").options.settings
     assert quantised == RunSettings("bfloat16", "float16", quantize_activations="weights")
+
+
+@pytest.mark.parametrize(("said", "expected"), [("1", 1), ("-1", -1), ("none", "none"), ("auto", "auto")])
+def test_the_dimension_of_the_classes(said: str, expected: int | str, recipe: Path) -> None:
+    found = request_of("--recipe", str(recipe), "--classes-dim", said).options.settings
+    assert found == RunSettings("bfloat16", "float16", classes_dim=expected)  # type: ignore[arg-type]
+    recipe.write_text(recipe_file.write_recipe(Recipe(), settings=found), encoding="utf-8")
+    assert request_of("--recipe", str(recipe)).options.settings == found
+
+
+def test_a_dimension_that_is_none_is_refused() -> None:
+    with pytest.raises(click.BadParameter, match="'x': give a dimension such as 1 or -1, none or auto"):
+        ModelCommand("drift").make_context("drift", ["--classes-dim", "x"])
 
 
 def test_a_request_is_made_of_values_alone() -> None:

@@ -195,6 +195,8 @@ SETTINGS = st.builds(
     st.sampled_from(dtypes.COMPUTE_DTYPES),
     st.sampled_from([None, "bfloat16", "float16"]),
     st.sampled_from(["given", "model"]),
+    st.sampled_from(["none", "weights"]),
+    st.sampled_from(["auto", "none", -1, 0, 1, 7]),
 )
 SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
 FIGURES = st.one_of(

@@ -1,9 +1,10 @@
-"""Why an output is not finite: the first module and operation, the values that pass the dtype's range, and a rule that mends it.
+"""Why values are not finite: the first module and operation, the values that pass the dtype's range, and a rule that mends it.
 
 A pass is run once more with a mode around it that sees every operation in the dtype in which it is computed. An operation
 is to blame when it gives something that is not finite from values that all are, and the reference has no such thing
 there (a mask of -infinity is one that both have). A remedy is not guessed but tried: wider and wider parts of the model
-around that operation in bfloat16, which has float32's range in two bytes, until the output is finite.
+around that operation in bfloat16, which has float32's range in two bytes, until the output is finite. Where it is finite already,
+since the model's code clamps or saturates, modules may not be: then until every module is.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import Tree, is_number
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.attribution import NonFiniteDiagnosis
-from dtype_engine.results.drift import ModuleDrift, OutputDrift
+from dtype_engine.results.drift import ModuleDrift, OutputDrift, drifts_less
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
@@ -47,6 +48,8 @@ class _NonFiniteOp:
     dtype: str
     largest: float
     weights: tuple[str, ...]
+    constant: float | None = None
+    """A number of the model's code that the dtype does not hold: it is infinite in it, or zero."""
 
 
 class _OpObserver(TorchFunctionMode):
@@ -64,6 +67,7 @@ class _OpObserver(TorchFunctionMode):
         self.observed: WeightMode | None = None
         self.events: list[_NonFiniteOp | str] = []
         self.largest: dict[tuple[str, str], float] = {}
+        self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
         """This mode, to be entered before `mode`."""
@@ -97,10 +101,21 @@ class _OpObserver(TorchFunctionMode):
             self.events.append(_NonFiniteOp(module, name, dtype_name(_dtype(given)), largest, bad_weights))
         elif sound and not _constant(args, kwargs):
             for tensor in outputs:
+                constant = self._unheld_constant(module, tensor.dtype, _numbers(func, args, kwargs))
                 if not bool(torch.isfinite(tensor).all()) and not _masks(tensor, floor):
-                    self.events.append(_NonFiniteOp(module, name, dtype_name(tensor.dtype), before, ()))
+                    self.events.append(_NonFiniteOp(module, name, dtype_name(tensor.dtype), before, (), constant))
                     break
         return result
+
+    def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
+        """The first of an operation's numbers that its dtype does not hold, else the last that vanished in this module."""
+        for number in numbers:
+            held = torch.tensor(number, dtype=torch.float64).to(dtype)
+            if not bool(torch.isfinite(held)):
+                return number
+            if number and not bool(held):
+                self._vanished[module] = number
+        return self._vanished.get(module)
 
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
         """The weight that a tensor is, where it is not finite."""
@@ -126,15 +141,18 @@ def diagnose_nonfinite(
     tree: Tree,
     recipe: Recipe,
     modules: Iterable[ModuleDrift],
-    reference_bad: bool,
+    output: OutputDrift,
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
     """Find the operation to blame and a remedy, for a model that is cast by `recipe` and was measured so.
 
-    modules: the figures of that measurement, in the order of the pass. reference_bad: the reference is not finite itself. Trials
-    leave the model cast in their own way: the caller puts the recipe back. Raises NoForward, KernelError, Cancelled.
+    modules, output: the figures of that measurement, modules in the order of the pass. Where the output is finite and modules are
+    not, a remedy makes every module finite. Trials leave the model cast in their own way: the caller puts the recipe back. Raises
+    NoForward, KernelError, Cancelled.
     """
+    reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
+    modules = list(modules)
     first = next((each.name for each in modules if each.nonfinite), "")
     with ForwardRunner(meter.model, meter.settings, cancelled, behavior=meter.behavior) as runner:
         culprit, largest_reference, first_module = _find_culprit(runner, meter.inputs, first, reference_bad)
@@ -151,23 +169,27 @@ def diagnose_nonfinite(
         reason = f"the reference is not finite itself ({why}), so no dtype mends it"
         diagnosis = _diagnosis("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
-    remedy, reason = None, ""
+    remedy, reason, after = None, "", None
     scopes = list(_scopes(tree, culprit))
+    what: Literal["output", "modules"] = "output" if output.nonfinite else "modules"
     for done, rule in enumerate(scopes):
         on_trial(done, len(scopes))
-        output = _output_under(meter, tree, recipe.then(rule), cancelled)
-        if output is not None and not output.nonfinite:
+        after = _finite_output_under(meter, tree, recipe.then(rule), what, cancelled)
+        if after is not None:
+            if what == "modules":
+                rule, after = _better_in_float32(meter, tree, recipe, rule, after, cancelled)
             remedy = str(rule)
-            reason = "the reference is not finite itself elsewhere" if output.nonfinite_reference else ""
+            reason = "the reference is not finite itself elsewhere" if after.nonfinite_reference else ""
             break
     if remedy is None:
-        reason = "no rule was found that makes the output finite"
+        reason = f"no rule was found that makes {'the output' if what == 'output' else 'every module'} finite"
         if meter.settings.autocast is not None:
             reason = f"torch.autocast computes in {meter.settings.autocast} whatever the weights are in: turn it off"
     kind: Literal["weight", "activation", "unknown"] = "unknown"
     if culprit is not None:
         kind = "weight" if culprit.weights else "activation"
-    return _diagnosis(kind, first_module or first, culprit, largest_reference, remedy, reason)
+    diagnosis = _diagnosis(kind, first_module or first, culprit, largest_reference, remedy, reason)
+    return dataclasses.replace(diagnosis, before=output, after=after)
 
 
 def _diagnosis(
@@ -181,18 +203,23 @@ def _diagnosis(
     if culprit is None:
         return NonFiniteDiagnosis(kind, first, first, "", "", None, (), None, None, remedy, reason)
     row = dtypes.BY_NAME.get(culprit.dtype)
+    limit = row.max if row is not None else None
+    constant = culprit.constant
+    if constant is not None and limit is not None and abs(constant) < 1 and (largest_reference or 0.0) > limit:
+        constant = None  # the reference's result is beyond the range, whatever vanished before
     return NonFiniteDiagnosis(
         kind=kind,
         first_module=first,
         module=culprit.module,
         operation=culprit.operation,
         dtype=culprit.dtype,
-        limit=row.max if row is not None else None,
+        limit=limit,
         weights=culprit.weights[:_MOST_WEIGHTS],
         largest=culprit.largest,
         largest_reference=largest_reference,
         remedy=remedy,
         reason=reason,
+        constant=constant,
     )
 
 
@@ -235,13 +262,28 @@ def _find_culprit(
     return None, None, first
 
 
-def _output_under(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: IsCancelled) -> OutputDrift | None:
-    """The drift of the output under a recipe; None where that can't be run."""
+def _finite_output_under(
+    meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
+) -> OutputDrift | None:
+    """The drift of the output under a recipe; None where that can't be run or the output, or (as `what` says) a module, is not
+    finite.
+    """
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:
-        return meter.measure(cancelled=cancelled).output
+        totals = meter.measure(cancelled=cancelled)
     except (KernelError, NoForward):
         return None
+    bad = totals.output.nonfinite or (what == "modules" and any(each.nonfinite for each in totals.modules))
+    return None if bad else totals.output
+
+
+def _better_in_float32(
+    meter: DriftMeter, tree: Tree, recipe: Recipe, rule: Rule, output: OutputDrift, cancelled: IsCancelled
+) -> tuple[Rule, OutputDrift]:
+    """The rule with float32 in place of bfloat16 and its output's drift, where that is less."""
+    wider = Rule.make(rule.pattern, "float32")
+    after = _finite_output_under(meter, tree, recipe.then(wider), "modules", cancelled)
+    return (wider, after) if after is not None and drifts_less(after, output) else (rule, output)
 
 
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
@@ -279,6 +321,17 @@ def _largest(tensor: torch.Tensor) -> float:
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
     """Whether a number among the arguments is not finite: then so is the result, as the model asked for."""
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
+
+
+def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[float]:
+    """The numbers among the arguments, then those that the function has by default: an epsilon is mostly one of these."""
+    yield from (value for value in (*args, *kwargs.values()) if isinstance(value, float))
+    code, names = getattr(func, "__code__", None), getattr(func, "__defaults__", None) or ()
+    if code is not None:
+        named = code.co_varnames[: code.co_argcount]
+        by_default = dict(zip(named[len(named) - len(names) :], names, strict=True))
+        given = {*named[: len(args)], *kwargs}
+        yield from (value for name, value in by_default.items() if isinstance(value, float) and name not in given)
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:

@@ -510,12 +510,11 @@ class Session:
             >>> session.nonfinite(session.drift()) is None
             True
         """
-        output = report.output
-        if self._meter is None or not (output.nonfinite or output.nonfinite_reference):
+        output, inside = report.output, any(each.nonfinite for each in report.modules)
+        if self._meter is None or not (output.nonfinite or output.nonfinite_reference or inside):
             return None
-        bad = not output.nonfinite
         with self.putting_back():
-            return diagnose_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
+            return diagnose_nonfinite(self._meter, self.tree, self.recipe, report.modules, output, on_trial, cancelled)
 
     @reading_weights
     def loss_remedy(

@@ -95,11 +95,118 @@ def test_a_linear_that_overflows_by_itself() -> None:
     with torch.no_grad():
         net.large.weight.fill_(6e4)
         net.first.bias.fill_(10)
-    session = de.open(net, inputs=(torch.ones(2, 8),))
+    x = torch.ones(2, 8)
+    with torch.no_grad():
+        largest = float(net.large(net.first(x)).abs().max())
+    session = de.open(net, inputs=(x,))
     session.cast("*", "float16")
     report = session.drift()
-    # tanh brings infinity back to 1: a large value that is lost on the way harms nothing here.
-    assert session.nonfinite(report) is None or report.output.nonfinite
+    # tanh brings infinity back to 1: the output is finite, and one module is not.
+    assert not report.output.nonfinite
+    found = session.nonfinite(report)
+    assert (found.first_module, found.operation, found.dtype) == ("large", "linear", "float16")
+    assert found.largest_reference == pytest.approx(largest, rel=1e-6)
+    pattern, dtype = found.remedy.rsplit("=", 1)
+    assert pattern == "large"
+    session.cast(pattern, dtype)
+    after = session.drift()
+    assert not any(each.nonfinite for each in after.modules)
+    assert found.after == after.output
+    assert "every module is finite with it, SQNR" in nonfinite_lines(found)[-1]
+
+
+def t5(seed: int = 25) -> Any:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(seed)
+    config = T5Config(
+        d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2, vocab_size=256, feed_forward_proj="gated-gelu",
+        tie_word_embeddings=False, decoder_start_token_id=0,
+    )  # fmt: skip
+    model = T5ForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        feed = model.encoder.block[0].layer[1].DenseReluDense
+        for part in (feed.wi_0, feed.wi_1):
+            part.weight.normal_(0, 2.0)
+        feed.wo.weight.normal_(0, 40.0)
+    return model
+
+
+def test_what_a_model_clamps_is_found_and_mended() -> None:
+    """T5 clamps infinity in float16: its output is finite and wrong."""
+    wo = "encoder.block.0.layer.1.DenseReluDense.wo"
+    given = {"input_ids": torch.randint(2, 256, (1, 40)), "decoder_input_ids": torch.randint(2, 256, (1, 20))}
+    model = t5()
+    session = de.open(model, inputs=given)
+    session.cast("*", "float16")
+    report = session.drift()
+    assert not report.output.nonfinite
+    found = session.nonfinite(report)
+    assert (found.first_module, found.kind) == (wo, "activation")
+    pattern, dtype = found.remedy.rsplit("=", 1)
+    assert pattern == wo
+    narrow = t5().half()
+    narrow.get_submodule(wo).weight.data = t5().get_submodule(wo).weight.data.to(getattr(torch, dtype))
+    with torch.no_grad():
+        r, c = (each(**given).logits.double() for each in (t5(), narrow))
+    expected = 20 * math.log10(float(r.norm() / (c - r).norm()))
+    assert found.before == report.output
+    assert found.after.sqnr_db > report.output.sqnr_db + 20
+    assert found.after.sqnr_db == pytest.approx(expected, abs=1.0)
+    assert not session.loss_remedy(report)
+
+
+def test_an_epsilon_that_vanishes_is_named() -> None:
+    """A row of zeros over the epsilon is 0; in float16 the epsilon is 0, and the row NaN."""
+
+    class Net(nn.Module):
+        def __init__(self, own: bool) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last, self.own = nn.Linear(8, 8, bias=False), nn.Linear(8, 4), own
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            x = x / (x.norm(dim=-1, keepdim=True) + 1e-9) if self.own else nn.functional.normalize(x, dim=-1)
+            return torch.as_tensor(self.last(x))
+
+    x = torch.randn(3, 8)
+    x[1] = 0
+    for own, operation, epsilon in ((False, "normalize", 1e-12), (True, "div", 1e-9)):
+        session = de.open(Net(own), inputs=(x,))
+        session.cast("*", "float16")
+        session.settings = de.RunSettings(float_inputs="model")
+        with torch.no_grad():
+            assert bool(Net(own).half()(x.half()).isnan().any())
+        found = session.nonfinite(session.drift())
+        assert (found.operation, found.module, found.dtype, found.constant) == (operation, "", "float16", epsilon)
+        assert f"the epsilon {epsilon:g} is zero in float16, so that it divides by zero" in nonfinite_lines(found)[1]
+        assert mended(session, found)
+
+
+def test_a_mask_that_is_beyond_the_dtype_is_named() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.query, self.value = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            scores = self.query(x) @ x.transpose(-1, -2)
+            scores = scores + (1.0 - mask.to(scores.dtype)[:, None]) * -1e9
+            return torch.as_tensor(scores.softmax(-1) @ self.value(x))
+
+    x, mask = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0]])
+    with torch.no_grad():
+        assert bool(Net().half()(x.half(), mask).isnan().any())
+    session = de.open(Net(), inputs={"x": x, "mask": mask})
+    session.settings = de.RunSettings(float_inputs="model")
+    session.cast("*", "float16")
+    found = session.nonfinite(session.drift())
+    assert (found.module, found.dtype, found.constant) == ("", "float16", -1e9)
+    line = "           the constant -1e+09, as masks have, is beyond the range of float16, which holds up to 65504"
+    assert nonfinite_lines(found)[1] == line
+    assert mended(session, found)
 
 
 def test_a_mask_of_minus_infinity_is_not_blamed() -> None:

@@ -1,0 +1,20 @@
+"""The settings of a run: values that the command line gave are among the choices."""
+
+from __future__ import annotations
+
+from tests.helpers.recording_engine import engine, make_app, running
+from tests.helpers.screen_text import screen
+
+from dtype_engine.core.options import RunSettings
+
+
+async def test_a_dimension_from_the_command_line_can_be_changed_and_kept() -> None:
+    app = make_app()
+    app.controller.experiment.set_settings(RunSettings(classes_dim=2))
+    async with running(app) as pilot:
+        await pilot.press("comma", "up")
+        assert "[2]" in screen(app)
+        assert "last dim" in screen(app)
+        await pilot.press("left", "enter")
+        await pilot.pause()
+        assert engine(app).settings == [RunSettings(classes_dim=-1)]
