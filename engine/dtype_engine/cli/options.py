@@ -188,7 +188,7 @@ _MEASURING = (
         type=click.Choice(["some", "exact"]),
         default="some",
         show_default=True,
-        help="Compare the outputs of modules over about a quarter of the inputs (some), or over all (exact). The main output is "
+        help="Compare the outputs of modules over about a sixth of the inputs (some), or over all (exact). The main output is "
         "always compared over all inputs that are run.",
     ),
     click.Option(

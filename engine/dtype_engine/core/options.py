@@ -97,7 +97,7 @@ class Options:
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor. "auto": if a drift report is near it, or when the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
-    """In which sequences modules' outputs are compared. "some": the first, and more up to a quarter of the inputs. "exact": all."""
+    """In which sequences modules' outputs are compared. "some": the first, and more up to a sixth of the inputs. "exact": all."""
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
     """How many threads torch computes with; None for torch's default."""

@@ -276,7 +276,7 @@ class DriftReport:
     sequences: Extent
     """How much of the inputs `output` covers."""
     modules_sequences: int
-    """How many sequences the figures of `modules` cover: about a quarter of the inputs, the first sequence among them, or all."""
+    """How many sequences the figures of `modules` cover: about a sixth of the inputs, the first sequence among them, or all."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose cast loses values."""

@@ -26,6 +26,8 @@ _NO_HOLDERS = (nn.Module, ModuleType, Enum)
 _DEPTH = 6
 """How far containers and objects are looked into."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
+_WITH_TENSORS = ("_parameters", "_buffers", "_modules")
+"""The dicts of `nn.Module` that hold tensors and modules. Its other dicts hold hooks."""
 
 
 @contextmanager
@@ -109,8 +111,7 @@ class _State:
     def add_module(self, module: nn.Module) -> None:
         """Take in what a module holds: its children hold theirs."""
         attributes = module.__dict__
-        of_torch = [attributes[name] for name in _OF_TORCH if isinstance(attributes.get(name), dict)]
-        self._named += [(each, each.copy()) for each in (attributes, *of_torch)]
+        self._named += [(each, each.copy()) for each in (attributes, *(attributes[name] for name in _WITH_TENSORS))]
         for name, value in attributes.items():
             if name not in _OF_TORCH:
                 self._add(value, _DEPTH)

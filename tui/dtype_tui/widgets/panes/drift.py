@@ -48,7 +48,7 @@ class DriftPane(Pane):
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
         "Same top: share of positions at which the most likely token is the same. "
-        "Modules are compared in about a quarter of the sequences; m compares them in all. "
+        "Modules are compared in about a sixth of the sequences; m compares them in all. "
         "Floor: the drift of the reference against itself, under another attention implementation and in a batch of "
         "two; a drift that is not larger is noise. "
         + HELP_MEANING

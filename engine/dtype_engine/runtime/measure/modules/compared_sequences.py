@@ -2,7 +2,7 @@
 
 Comparing the outputs of all modules takes as long as a quarter of the pass that gives them, up to all of it in bfloat16 on a
 processor with units for that. So they are compared in some sequences, over all elements: the first that is run, which is short,
-and of the others each with which those compared have at most a quarter of what was run of them. The main output is compared in
+and of the others each with which those compared have at most a sixth of what was run of them. The main output is compared in
 every sequence.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-_SHARE = 4
+_SHARE = 6
 _OUTLINE = 10
 """A call with more than this share (1/10) of a pass's calls inside it is looked into."""
 

@@ -63,7 +63,7 @@ def inputs_of(name: str) -> list[Given]:
 def compared(inputs: Sequence[Given], session: de.Session, every: bool) -> list[Given]:
     """Those in which modules are compared, in their order."""
     order = running_order(session.need_inputs().batches)
-    return [inputs[number] for number in sorted(order if every else (order[0], order[4]))]
+    return [inputs[number] for number in sorted(order if every else (order[0], order[6]))]
 
 
 def cast_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
