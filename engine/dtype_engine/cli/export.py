@@ -25,7 +25,7 @@ from dtype_engine.results.export import ExportReport, VerifyReport
 NO = 1
 _SHOWN = 20
 _TENSOR_BYTES = 1 << 30
-"""The memory that a worker of `verify` needs for one tensor and its casts."""
+"""Bytes of memory that a worker of `verify` needs for one tensor and its casts."""
 
 
 @click.command(cls=ModelCommand)
@@ -46,8 +46,8 @@ _TENSOR_BYTES = 1 << 30
 def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
-    With --quantize-activations weights, the checkpoint declares that activations are quantised, for the formats whose runtimes do
-    so. The model is run only for NVFP4, which stores a scale for the activations: the calibration inputs are run once to find it.
+    With --quantize-activations weights, the checkpoint declares quantised activations for the formats whose runtimes quantise them.
+    The model is run only for NVFP4, whose checkpoints store an activation scale: one pass over the calibration inputs computes it.
     """
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
@@ -86,9 +86,9 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
 @workers_option
 @json_option
 def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
-    """Check an export bit for bit: each tensor must have the dtype and the values that its recipe makes from MODEL.
+    """Check an export bit for bit: each tensor must have the dtype and the values that the export's recipe computes from MODEL.
 
-    Exit status 1 when anything differs.
+    The exit status is 1 if a tensor differs.
     """
     from dtype_engine.runtime.verify.verify import verify as check
 
@@ -117,7 +117,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _rate(what: str) -> Callable[[int, int], None]:
-    """A callback that shows bytes done and bytes per second, at most ten times a second."""
+    """Return a progress callback that shows the bytes done and the bytes per second, at most ten times a second."""
     started, throttle = time.perf_counter(), Throttle(first=False)
 
     def on_bytes(done: int, total: int) -> None:
@@ -130,7 +130,7 @@ def _rate(what: str) -> Callable[[int, int], None]:
 
 
 def export_text(report: ExportReport) -> str:
-    """The lines that report an export: its rules, the bytes in each dtype, the folder and the speed."""
+    """Return the lines that report an export: its rules, the bytes in each dtype, the folder and the speed."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -151,7 +151,7 @@ def export_text(report: ExportReport) -> str:
 
 
 def verify_text(report: VerifyReport, most: int) -> str:
-    """The lines that report a verification, with at most the first `most` tensors that differ."""
+    """Return the lines that report a verification, with at most the first `most` tensors that differ."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -1,4 +1,4 @@
-"""The options of both programs, and the command class that turns them into one `RunRequest`."""
+"""The options that both programs share, and the command class that turns them into one `RunRequest`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing f
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Let the shell complete MODEL as a path."""
+    """Complete MODEL as a path in the shell."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
@@ -111,7 +111,7 @@ _RUNNING = (
 
 
 class _Bytes(click.ParamType[int]):
-    """A size such as `2GiB`."""
+    """A click parameter type for a size such as `2GiB`."""
 
     name = "bytes"
 
@@ -125,7 +125,7 @@ class _Bytes(click.ParamType[int]):
 
 
 class _Precision(click.ParamType[float]):
-    """A share such as `5%` or `0.05`."""
+    """A click parameter type for a share such as `5%` or `0.05`."""
 
     name = "precision"
 
@@ -178,9 +178,9 @@ _MEASURING = (
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
-    rules: the command has --cast, --recipe and --preset. runs: it has the options of a forward pass: device, inputs and settings.
-    measures: it has the options of a drift measurement. checks_inputs: the input files are on this machine, so they are checked
-    first. The argument MODEL is added unless the command has a parameter named `model`.
+    rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
+    and settings). measures: whether it has the options of a drift measurement. checks_inputs: whether the input files are on this
+    machine and can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Make the `RunRequest` and call the command's function. Raises UserError for options that are not valid."""
+        """Build the `RunRequest` and call the command's function. Raises UserError for invalid options."""
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
         # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.

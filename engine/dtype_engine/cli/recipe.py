@@ -45,7 +45,7 @@ def recipe() -> None:
 @force_option
 @json_option
 def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
-    """Write a recipe in the format of another tool, with patterns that give every tensor of this model its planned dtype there.
+    """Write a recipe in the format of another tool, with patterns that give every tensor its planned dtype in that tool.
 
     Tensors that the tool can't express are listed on standard error, or under 'left_out' with --json.
     """
@@ -100,9 +100,10 @@ def _left_out_lines(written: Conversion) -> list[str]:
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """Show which tensors the recipe's unchanged patterns match in another tool; for vllm and sglang, how they would load an export.
+    """Compare the tensors that the recipe's patterns match here and, unchanged, in another tool.
 
-    Exit status 1 when the matches differ, or when a runtime would refuse or change a weight, or run it slowly.
+    For vllm and sglang, show how the runtime would load an export. The exit status is 1 if the matches differ, or if a runtime
+    would refuse or change a weight, or run it slowly.
     """
     from dtype_engine.recipe.lint import lint as read_as
 
@@ -199,7 +200,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:
-    """The plan of a recipe file for the model of the request, or else for the model that the file names."""
+    """Return the plan of a recipe file for the request's model or, if the request has none, for the model that the file names."""
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
@@ -213,7 +214,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """The plan of a recipe for a model. Raises UserError for a rule that matches nothing."""
+    """Return the plan of a recipe for a model. Raises UserError for a rule that matches nothing."""
     from dtype_engine.runtime.model.describe import describe
 
     source = request.locate(python_only_by)

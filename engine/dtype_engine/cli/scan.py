@@ -33,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def scan_options(function: Function) -> Function:
-    """A decorator that adds the options of a scan to a command's function."""
+    """Return a decorator that adds the options of a scan to a command's function."""
     for option in (
         workers_option,
         click.option(
@@ -69,7 +69,7 @@ def scan_options(function: Function) -> Function:
 
 
 class _ScanCommand(ModelCommand):
-    """Parses `scan MODEL` and `scan merge FILES`. A model folder named `merge` has to be written as `./merge`."""
+    """Parses `scan MODEL` and `scan merge FILES`. A model folder named `merge` must be written as `./merge`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -167,7 +167,7 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the best recipe for a size or a drift by a scan, and report its predicted and its measured drift."""
+    """Find the best recipe for a size or a drift, based on a scan, and report its predicted and its measured drift."""
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 
@@ -262,7 +262,7 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only one share of it. Returns both."""
+    """Open a session and run its scan, or only one share of the scan. Returns the session and the scan."""
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")
     given = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
@@ -294,7 +294,7 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """Measure the `count` recipes nearest to a limit on the session's inputs; report the best. Raises UserError, OutOfReach."""
+    """Measure the `count` recipes nearest to a limit on the session's inputs, and report the best. Raises UserError, OutOfReach."""
     from dtype_engine.evaluation import verified
 
     found = verified.candidates(session, *limit, constraints, count)

@@ -1,4 +1,4 @@
-"""The limits on the drift, as options of both command lines."""
+"""Limits on the drift, as options of both command lines."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ _OPTIONS = (
 
 
 def threshold_options(command: Function) -> Function:
-    """A decorator that adds the options of `thresholds_from` to a command's function."""
+    """Return a decorator that adds the options of `thresholds_from` to a command's function."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def thresholds_from(values: Mapping[str, float | None]) -> Thresholds:
-    """The limits among the values of a command, which are given by parameter name."""
+    """Return the limits from the values of a command's parameters, given by parameter name."""
     return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"])
