@@ -43,7 +43,7 @@ class _Commands(click.Group):
     is_flag=True,
     is_eager=True,
     expose_value=True,
-    help="With --version: also show libraries and hardware.",
+    help="With --version: also show the libraries and the hardware.",
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=print_version, help="Show the version and exit.")
 def cli(verbose: bool) -> None:

@@ -44,23 +44,23 @@ MISSED = 1
     "tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also generate N tokens greedily with reference and candidate, and show the first that differs.",
+    help="Also generate N tokens greedily with the reference and the candidate, and show the first token that differs.",
 )
 @click.option(
     "-o",
     "--save-recipe",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the rules, the settings and the measured figures to this recipe file.",
+    help="Write the rules, the settings and the measured metrics to this recipe file.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing recipe file.")
 @click.option(
-    "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find where the drift arises."
+    "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find the sources of the drift."
 )
 @click.option(
     "--suggest",
     is_flag=True,
-    help="Find rules that keep the values which the casts lose, and measure the drift with them.",
+    help="Find rules that keep the values which the casts lose, and measure the drift with these rules.",
 )
 @workers_option
 @threshold_options
@@ -76,7 +76,7 @@ def drift(
     as_object: bool,
     **limits: Any,
 ) -> int:
-    """Run the float32 reference and the candidate, and report how much the outputs and the memory changed.
+    """Run the float32 reference and the candidate (the cast model), and report how much the output and the memory changed.
 
     Weights with values that the cast made infinite or zero are listed as lost, however small the drift is.
 
@@ -233,7 +233,7 @@ def flow(request: RunRequest, as_object: bool) -> None:
     type=click.IntRange(min=3),
     default=5,
     show_default=True,
-    help="How many passes to time after a warm-up.",
+    help="Number of passes to time after a warm-up.",
 )
 @json_option
 def speed(request: RunRequest, repeats: int, as_object: bool) -> None:

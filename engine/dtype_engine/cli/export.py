@@ -36,12 +36,12 @@ _TENSOR_BYTES = 1 << 30
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="The folder to write. One that is not empty is replaced only with --force.",
+    help="The folder to write. A folder that is not empty is replaced only with --force.",
 )
 @click.option(
-    "--force", is_flag=True, help="Replace FOLDER once the export is complete; the model itself is never replaced."
+    "--force", is_flag=True, help="Replace FOLDER once the export is complete. MODEL itself is never replaced."
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="The largest size of one file of weights.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file.")
 @json_option
 def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
@@ -81,7 +81,7 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
 @click.option(
     "--drift",
     is_flag=True,
-    help="Also measure the drift of MODEL under the recipe and of the export: both must be the same.",
+    help="Also measure the drift of MODEL under the recipe and the drift of the reloaded export. Both must be equal.",
 )
 @workers_option
 @json_option

@@ -36,32 +36,32 @@ _RULES = (
         ["--cast", "casts"],
         multiple=True,
         metavar="PATTERN=DTYPE",
-        help="A rule; the last rule that matches a tensor decides.",
+        help="Cast the tensors that PATTERN matches. The last rule that matches a tensor decides its dtype.",
     ),
     click.Option(
-        ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. Rules of --cast follow those of the file."
+        ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. The rules of --cast follow the file's rules."
     ),
-    click.Option(["--preset"], metavar="NAME", help="Put the rules of this preset first; `recipe presets` lists them."),
+    click.Option(
+        ["--preset"], metavar="NAME", help="Put this preset's rules first. `recipe presets` lists all presets."
+    ),
 )
 _OPENING = (
     click.Option(
-        ["--trust-pickle"], is_flag=True, help="Load pickles that hold more than tensors. They can run any code."
+        ["--trust-pickle"],
+        is_flag=True,
+        help="Load pickles that hold more than tensors. Such pickles can run any code.",
     ),
     click.Option(
-        ["--download"], is_flag=True, help="Download MODEL from the Hugging Face hub when it is not in the cache."
+        ["--download"], is_flag=True, help="Download MODEL from the Hugging Face hub if it is not in the local cache."
     ),
     click.Option(
         ["--weights"],
         type=_FILE,
         metavar="FILE",
-        help="The checkpoint (.pth, .safetensors, ...) to load into a model that is made by Python code.",
+        help="The checkpoint (.pth, .safetensors, ...) to load into a model built in Python.",
     ),
     click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
-    click.Option(
-        ["--architecture"],
-        metavar="NAME",
-        help="The model class of the checkpoint, where no config.json names it.",
-    ),
+    click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
 )
 _RUNNING = (
     click.Option(["--device"], default="auto", show_default=True, help="Where to run the model: cpu, cuda or auto."),
@@ -71,26 +71,28 @@ _RUNNING = (
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="A text file, or a .jsonl file whose lines have text, prompt or messages. It is cut into sequences.",
+        help="A calibration text file, or a .jsonl file with an object with text, prompt or messages on each line.",
     ),
     click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
-    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="The most tokens in a sequence."),
-    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="The most sequences to run."),
+    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
+    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="Maximum number of sequences to run."),
     click.Option(
-        ["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="An image file; may be repeated."
+        ["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="A calibration image; may be repeated."
     ),
-    click.Option(["--audio"], multiple=True, type=_FILE, metavar="FILE", help="An audio file; may be repeated."),
+    click.Option(
+        ["--audio"], multiple=True, type=_FILE, metavar="FILE", help="A calibration audio file; may be repeated."
+    ),
     click.Option(
         ["--inputs", "tensors"],
         type=_FILE,
         metavar="FILE",
-        help="A .safetensors, .npz or .pt file with tensors named as the arguments of the forward pass.",
+        help="A .safetensors, .npz or .pt file whose tensors have the names of the forward pass's arguments.",
     ),
     click.Option(
         ["--compute"],
         default="float32",
         show_default=True,
-        help="The dtype in which storage-only weights compute where an operation has no activation.",
+        help="The dtype to which storage-only weights are dequantized if no activation determines it.",
     ),
     click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
     click.Option(
@@ -98,14 +100,14 @@ _RUNNING = (
         type=click.Choice(["given", "model"]),
         default="given",
         show_default=True,
-        help="given: floating-point inputs keep their dtype. model: cast them to the dtype of the model's first weight.",
+        help="given: floating-point inputs keep their dtype. model: they are cast to the dtype of the model's first weight.",
     ),
     click.Option(
         ["--quantize-activations"],
         type=click.Choice(["none", "weights"]),
         default="none",
         show_default=True,
-        help="weights: round the input of each matrix product to the format of its weight, as W8A8 and W4A4 runtimes do.",
+        help="weights: also round the input of each matrix product to its weight's format, as W8A8 and W4A4 runtimes do.",
     ),
 )
 
@@ -147,30 +149,30 @@ _MEASURING = (
         ["--precision"],
         type=_Precision(),
         metavar="SHARE",
-        help="Stop when the relative standard error of the drift is this small, such as 5%. By default all inputs are run.",
+        help="Stop once the relative standard error of the drift is at most SHARE, such as 5%. By default, all inputs are run.",
     ),
     click.Option(
         ["--floor"],
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="When to measure the noise floor, the reference's drift from itself. auto: where the drift may be below it; in the "
-        "app, whenever nothing else runs.",
+        help="When to measure the noise floor, the reference's drift from itself. auto: if the drift may be below it and, in "
+        "the app, also when no other work runs.",
     ),
     click.Option(
         ["--modules"],
         type=click.Choice(["some", "exact"]),
         default="some",
         show_default=True,
-        help="Compare the outputs of modules over about a quarter of the inputs (some), or over all (exact). The main output is "
+        help="Compare modules' outputs over about a quarter of the inputs (some) or over all inputs (exact). The main output is "
         "always compared over all inputs that are run.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],
         type=_Bytes(),
         metavar="BYTES",
-        help="How much of the outputs to keep for the next measurement, such as 2GiB. By default a quarter of the free memory, at "
-        "most 2 GiB.",
+        help="Maximum size of the reference outputs to keep for later measurements, such as 2GiB. By default, a quarter of the "
+        "free memory, at most 2 GiB.",
     ),
 )
 

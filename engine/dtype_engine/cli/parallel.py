@@ -31,7 +31,7 @@ workers_option = click.option(
     "--workers",
     callback=_workers,
     metavar="N|tcp://HOST:8786",
-    help="Use N processes, or fewer if memory is short; they share the pages of the checkpoint. Or use a Dask cluster.  "
+    help="Use N processes, or fewer if memory is short, or the workers of a Dask cluster. Processes share the checkpoint's pages.  "
     "[default: this process]",
 )
 

@@ -27,7 +27,7 @@ _SHOWN = 4
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option(
-    "--model", help="The model that the recipe is for. By default the one that the recipe file names."
+    "--model", help="The model that the recipe is for. By default, the model that the recipe file names."
 )
 target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
@@ -39,7 +39,7 @@ def recipe() -> None:
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
-@click.option("--to", "target", required=True, type=target_names, help="The tool to write the recipe for.")
+@click.option("--to", "target", required=True, type=target_names, help="The tool for which to write the recipe.")
 @model_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of standard output.")
 @force_option
@@ -95,7 +95,7 @@ def _left_out_lines(written: Conversion) -> list[str]:
     "target",
     required=True,
     type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
-    help="The tool whose pattern matcher to try, or the runtime that would load an export.",
+    help="The tool to compare with, or the runtime (vllm or sglang) that would load an export.",
 )
 @model_option
 @json_option

@@ -24,7 +24,7 @@ from dtype_engine.results.losses import ValueLoss
     required=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The report to write; its ending, .html or .md, chooses the format.",
+    help="The report to write. Its extension, .html or .md, determines the format.",
 )
 @force_option
 @json_option

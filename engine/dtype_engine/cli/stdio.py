@@ -36,13 +36,13 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
     "--linger",
     type=_Duration(),
     metavar="TIME",
-    help="Keep running when the connection is cut: finish the work, then wait this long for the app to reconnect; 90s, 10m or 2h.",
+    help="If the connection is cut, finish the work, then wait this long (90s, 10m or 2h) for the app to reconnect.",
 )
 @click.option(
     "--session",
     callback=_checked_session,
     metavar="TOKEN",
-    help="With --linger: a unique token with which the app finds this engine again.",
+    help="With --linger: a unique token with which the app reconnects to this engine.",
 )
 def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
     """Serve a dtype-tui on another machine, through standard input and output.

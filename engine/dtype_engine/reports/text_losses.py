@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
 
 HELP = (
-    "Values lost: finite values that become infinite in the dtype they are cast to, and others that become zero. Each tensor "
-    "that loses values is listed by name, except where the loss is only rounding: fewer than 1 in 100 of its values became "
-    "zero (in int8, where all values under half a step do, fewer than half), and no whole output channel did."
+    "Values lost: finite values that a cast makes infinite, and values other than zero that it makes zero. Each tensor that loses "
+    "values is listed by name, unless the loss is only rounding: fewer than 1 in 100 of its values became zero (fewer than half in "
+    "int8, in which all values under half a step become zero), and no whole output channel did."
 )
 
 

@@ -62,13 +62,13 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
 """For each limit, the word that applies up to it, and the drift that the limit stands for. The list for KL has the same form."""
 
 HELP = (
-    "One word says what a drift means. Exact: nothing differs. Under the floor: no more than the reference drifts from itself. "
-    "Then, where the output is a distribution, by mean KL in nats, as llama.cpp published it for LLaMA-3-8B on Wikitext-2: "
-    f"invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to {KL_Q2:.3f} "
-    f"(q2_K; q4_K_M has {KL_Q4:.3f}), broken beyond. Elsewhere by SQNR, against what rounding the output itself can cost: "
-    f"invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from {SQNR_FP8:.1f} dB (fp8 e4m3; "
-    f"{cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs alone), broken below. An output that is not "
-    "finite is broken. Other models and texts may bear more or less."
+    "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
+    "itself. If the output is a distribution, its mean KL in nats decides, by limits that llama.cpp published for LLaMA-3-8B on "
+    f"Wikitext-2: invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to "
+    f"{KL_Q2:.3f} (q2_K; q4_K_M has {KL_Q4:.3f}), otherwise broken. For any other output its SQNR decides, by the SQNR of rounding "
+    f"the output itself: invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from "
+    f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs alone), otherwise broken. An output "
+    "that is not finite is broken. Other models and texts may tolerate more or less."
 )
 """The help text about the words, their limits, and the sources of the limits."""
 
