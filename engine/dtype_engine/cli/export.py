@@ -46,8 +46,8 @@ _TENSOR_BYTES = 1 << 30
 def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
-    With --quantize-activations weights, the checkpoint declares quantised activations for the formats whose runtimes quantise them.
-    The model is run only for NVFP4, whose checkpoints store an activation scale: one pass over the calibration inputs computes it.
+    With --quantize-activations weights, the checkpoint tells runtimes to quantise activations too, for the formats that support it.
+    Only NVFP4 requires running the model: one pass over the calibration inputs measures the activation scales that NVFP4 stores.
     """
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint

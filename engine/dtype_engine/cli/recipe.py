@@ -100,7 +100,7 @@ def _left_out_lines(written: Conversion) -> list[str]:
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """Compare the tensors that the recipe's patterns match here and, unchanged, in another tool.
+    """Compare the tensors that the recipe's patterns match in dtype-engine and, unchanged, in another tool.
 
     For vllm and sglang, show how the runtime would load an export. The exit status is 1 if the matches differ, or if a runtime
     would refuse or change a weight, or run it slowly.
@@ -165,7 +165,7 @@ def _rule_lines(rule: RuleComparison) -> list[str]:
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @json_option
 def presets(request: RunRequest, as_object: bool) -> None:
-    """List the presets, and the size of this model under each."""
+    """List the presets, and the size of this model under each preset."""
     from dtype_engine.recipe.presets import preset_effects
 
     context = _context(request)

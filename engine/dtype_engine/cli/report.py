@@ -29,7 +29,7 @@ from dtype_engine.results.losses import ValueLoss
 @force_option
 @json_option
 def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> None:
-    """Measure a recipe, and write one file with its rules, memory and drift, all modules, and how it was measured.
+    """Measure a recipe, and write one file with its rules, memory and drift, all modules, and how the drift was measured.
 
     The file is self-contained: it includes its plots, downloads nothing and runs no scripts. If the model can't be run, the report
     says why, and contains everything but the drift.

@@ -165,7 +165,7 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the best recipe for a size or a drift, based on a scan, and report its predicted and its measured drift."""
+    """Find the best recipe for a size limit or a drift limit, based on a scan, and report its predicted and its measured drift."""
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 

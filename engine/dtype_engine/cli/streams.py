@@ -23,8 +23,8 @@ class ReaderGone(Exception):
 
 
 class _StandardOutput(io.FileIO):
-    """A copy of standard output whose write errors are not OSErrors, because click ends the program for an OSError, which could
-    also come from a model's own files. After an error it discards all output, because Python flushes the buffer once more at exit.
+    """A copy of standard output whose write errors are not OSErrors. click ends the program for an OSError, which could also come
+    from a model's own files. After an error it discards all output, because Python flushes the buffer once more at exit.
     """
 
     def __init__(self) -> None:
@@ -45,8 +45,8 @@ class _StandardOutput(io.FileIO):
 
 
 def fill_closed() -> None:
-    """Replace each standard stream that was closed when Python started with /dev/null. Python and C code (torch's too) expects the
-    streams to exist. Without this, the next opened file would get the descriptor of a closed stream.
+    """Open /dev/null in place of each standard stream that was closed when Python started. Python and C code (torch's too) expects
+    the streams to exist. Without this, the next opened file would get the descriptor of a closed stream.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:

@@ -1,4 +1,4 @@
-"""`dtype-engine --version`, and with `--verbose` the libraries and the hardware that figures may depend on."""
+"""`dtype-engine --version`, and with `--verbose` the libraries and the hardware that metrics may depend on."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """Return the absolute path of a file to write. Raises UserError if it is a folder, lacks one, or exists without `replace`."""
+    """Return a file's absolute path. Raises UserError if it is a folder, has no parent folder, or exists without `replace`."""
     try:
         path = path.expanduser().absolute()
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
@@ -83,7 +83,7 @@ def _rename_new(temporary: str, path: Path) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a new file name survives a power failure. Does nothing on systems without this."""
+    """Flush a folder's entries to disk, so that a new file name survives a power failure. Systems that can't do so are ignored."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:

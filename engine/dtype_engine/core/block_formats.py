@@ -57,7 +57,7 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""The last part of the name of a tensor in NVFP4 files: the scale of a layer's inputs, in float32: 448 * 6 / max |input|."""
+"""The last part of the name of the NVFP4 tensor that holds a layer's input scale: 448 * 6 / max |input| in float32."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,

@@ -18,8 +18,8 @@ never = Fixed("never", False)
 
 
 class CancelToken:
-    """Pauses, resumes or stops work from any thread. Work that got the token as `cancelled` waits in its next call of the token
-    while paused, and loses nothing.
+    """A token that pauses, resumes or stops work from any thread. The work calls the token, as `cancelled()`, between its steps.
+    While the work is paused, this call waits.
     """
 
     def __init__(self) -> None:

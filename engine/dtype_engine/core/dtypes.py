@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""The word that stands in a rule in place of a dtype and keeps the dtype of each tensor in the checkpoint."""
+"""A rule can name this in place of a dtype, to keep the dtype that each tensor has in the checkpoint."""
 
 
 PER_TENSOR = "@tensor"
@@ -158,7 +158,7 @@ BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
 """Formats with codes and scales, whose weights are dequantized to a compute dtype when used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
-"""All dtypes that a rule may cast to; a rule may also say `STORED`."""
+"""All dtypes that a rule may cast to, apart from `STORED`."""
 
 _ALIASES = {
     "half": "float16", "fp16": "float16", "bf": "bfloat16", "float": "float32", "single": "float32", "fp32": "float32",
@@ -216,7 +216,7 @@ def completions(begun: str) -> list[str]:
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
     """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a storage dtype.
 
-    It does if it has two or more dimensions, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
+    A tensor with two or more dimensions does, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
     """
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
@@ -268,7 +268,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that can represent all values of the compute dtypes in `stored`; float32 without any."""
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if it has none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

@@ -24,7 +24,7 @@ PARTIAL, REPLACED = "partial", "replaced"
 OLD = "old"
 """The name of the replaced export inside its `.replaced` folder."""
 _UNLOCKED_S = 60.0
-"""Seconds for which a new folder may be empty and unlocked. A running process fills or locks its folder sooner."""
+"""Seconds after which an empty, unlocked folder counts as abandoned. A running process fills or locks its folder sooner."""
 
 
 @contextmanager

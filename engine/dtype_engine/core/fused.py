@@ -1,8 +1,8 @@
 """Groups of linear layers that runtimes fuse into one matrix. Does not import torch.
 
 vLLM and SGLang concatenate q/k/v, gate/up and an expert's w1/w3 when they load a model, so the members of a group must have the
-same format and, in NVFP4, the same tensor scale. If tensor scales differ, vLLM loads all members with the largest and the values
-change (`CompressedTensorsW4A4Fp4.process_weights_after_loading` warns of it). The groups are those for which llm-compressor
+same format and, in NVFP4, the same tensor scale. If tensor scales differ, vLLM loads all members with the largest scale, which
+changes values (`CompressedTensorsW4A4Fp4.process_weights_after_loading` warns of it). The groups are those for which llm-compressor
 shares the tensor scale (`FUSED_LAYER_NAMES` in `llmcompressor/observers/helpers.py`).
 """
 
@@ -23,7 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights in the fused group of `name`, even of those that the model lacks, or () without a group."""
+    """Return the names of all weights in the fused group of `name`, also if the model lacks some, or () if there is no group."""
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -39,7 +39,7 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each weight that shares its tensor scale, all weights that share it, itself included. planned: dtypes by name.
+    """Map each weight that shares its tensor scale to all weights that share it, including itself. planned: dtypes by name.
 
     A tensor scale is shared by the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
     """

@@ -77,7 +77,7 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """Return the files that a line names, or None for a prompt. Raises UserError if all words look like files, but one is none."""
+    """Return the files that a line names; None for a prompt. Raises UserError if all words look like files but one is missing."""
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

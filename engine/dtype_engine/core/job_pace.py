@@ -1,4 +1,4 @@
-"""Estimates the remaining time of a job from its pace so far."""
+"""Estimates the remaining time of a job from its pace."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 _PACE_S = 2.0
 _PACE_SHARE = 0.02
-"""The remaining time is estimated only after a job has run for `_PACE_S` seconds and done this share of its work."""
+"""A job's remaining time is estimated only after this share of its work is done and it has run for `_PACE_S` seconds."""
 
 
 class JobPace:

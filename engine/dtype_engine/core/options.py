@@ -10,7 +10,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How the candidate is run. The reference ignores these settings.
+    """The settings with which the candidate, the cast model, is run. The reference ignores them.
 
     Example:
         >>> print(de.RunSettings(autocast="bfloat16"))
@@ -44,7 +44,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to open and run a model.
+    """The options for opening and running a model.
 
     Example:
         >>> de.Options(device="cpu", sequence_length=128).sequence_length
@@ -86,7 +86,7 @@ class Options:
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor. "auto": when a measured drift is near the floor, or when the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
-    """In which sequences the outputs of modules are compared. "some": in at least the first, and up to 1/4 of the inputs."""
+    """In which sequences modules' outputs are compared. "some": at least the first, up to 1/4 of the inputs. "exact": all."""
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
     """The number of threads that torch computes with. If None, torch's default."""

@@ -51,7 +51,7 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return this shard's share of `parts`, every `count`-th part. Neighbouring parts take similar time, so all shares do."""
+        """Return this shard's share of `parts`: every `count`-th part. Neighbours take similar time, so this balances shards."""
         return parts[self.number - 1 :: self.count]
 
 

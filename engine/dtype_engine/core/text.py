@@ -15,7 +15,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return `text` with the characters escaped that `printable` escapes, except line breaks."""
+    """Return `text` with the same characters escaped as in `printable`, except line breaks."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 

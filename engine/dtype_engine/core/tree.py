@@ -48,7 +48,7 @@ class TensorInfo:
     Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
-    """How many parameters a part of a quantised weight represents. If None, as many as the tensor has elements."""
+    """The number of parameters that a part of a quantised weight represents. If None, it is the tensor's number of elements."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes as stored, scales included."""
@@ -101,7 +101,7 @@ class Module:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """Why the module stays in float32: the declaration in the model's code, in words. None if the code declares nothing."""
+    """The declaration in the model's code that keeps this module in float32, in words, or None if there is none."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0

@@ -65,7 +65,7 @@ def cancel_by(cancelled: IsCancelled) -> None:
 def evaluate(evaluation: Evaluation) -> Evaluated:
     """Open the evaluation's model, unless it is open already, and run the evaluation.
 
-    Raises Cancelled, and UserError, also if the files here contain another model or other inputs than those of the evaluation.
+    Raises Cancelled. Raises UserError, for example if the files here are another model or other inputs than the evaluation's.
     """
     with _lock:
         opened, task = evaluation.opened, evaluation.task

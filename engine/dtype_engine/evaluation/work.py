@@ -79,9 +79,8 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the pending parts of a session's scan on a pool. The result equals that of `task.run`, to the last bit, for the same
-    number of threads. `on_progress("scan", done, total)` counts the parts. `task` keeps finished parts. Raises what `task.run`
-    raises.
+    """Run the pending parts of a session's scan on a pool. For the same number of threads, the result equals that of `task.run` to
+    the last bit. `on_progress("scan", done, total)` counts the parts. `task` keeps finished parts. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence

@@ -12,7 +12,7 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """One rule as this program and the other tool's matcher read it, compared for tensors that the tool's patterns can affect."""
+    """A comparison of one rule's matches here and in the other tool, limited to tensors that the tool's patterns can affect."""
 
     pattern: str
     dtype: str
@@ -53,7 +53,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as `target` would, and compare the matches. Raises TooSlow for a pattern that `target` makes too slow."""
+    """Match every rule here and as `target` would, and compare the matches. Raises TooSlow if matching takes too long."""
     plan, matchable = context.plan, target.matchable(context)
     compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []

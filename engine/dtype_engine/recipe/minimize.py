@@ -1,9 +1,9 @@
 """Finds a short, readable recipe that gives every weight its wanted dtype.
 
 Rules are chosen greedily. The candidates are whole kinds (`*.mlp.down_proj`), ranges of numbered layers
-(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule with the largest number of weights that it corrects,
-minus the number of weights that it makes wrong, until every weight is right. Each pattern is matched against the tree itself, so
-the resulting plan is exact for any names.
+(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule for which the number of corrected weights minus the
+number of newly wrong weights is largest, until every weight is right. Each pattern is matched against the tree itself, so the
+resulting plan is exact for any names.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return single names, and patterns with the layers in which all tensors of a kind of module or tensor need one dtype."""
+        """Return single names, and patterns with layer ranges, such as all layers whose `mlp.down_proj` needs the same dtype."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
@@ -143,7 +143,7 @@ class _Proposals:
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """Map (text before, text after) to the number, for each numbered part in a name and in the names of the modules above it.
+    """Map (text before a number, text after it) to the number, for each number in a name and in the names of modules above it.
 
     Later numbers become `*`: `layers.3.experts.5.w1` gives `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def range_regex(first: int, last: int, width: int = 0) -> str:
-    """Return a regular expression for the integers between `first` and `last`, inclusive, with zeros in front up to `width`."""
+    """Return a regular expression for the integers from `first` to `last` (in either order), zero-padded to `width` digits."""
     low, high = min(first, last), max(first, last)
     parts: list[str] = []
     if low < 0:

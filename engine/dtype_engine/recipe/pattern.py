@@ -10,8 +10,8 @@
 A pattern selects a tensor if it matches the tensor's own name or the name of a module above it. It must match the whole name, so
 `model.layers.1` never matches `model.layers.10`.
 
-We translate globs ourselves instead of using wcmatch and bracex. So errors have a position in the pattern, `{0..7}` becomes one
-alternation and not eight patterns, and the cost of a pattern is bounded. Property tests compare our globs with `fnmatch`.
+We translate globs ourselves instead of using wcmatch and bracex. This way errors have a position in the pattern, `{0..7}` becomes
+one alternation and not eight patterns, and the cost of a pattern is bounded. Property tests compare our globs with `fnmatch`.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
     """Concatenate pieces. whole: whether they are the entire pattern.
 
-    A fixed-length piece between two stars is matched only at its first occurrence, because a later one can't make a match possible.
+    A fixed-length piece between two stars is matched only at its first occurrence: if that fails, any later occurrence fails, too.
     So `*a*a*a*b` takes time linear in the length of a name, not its fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]

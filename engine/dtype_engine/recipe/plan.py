@@ -112,9 +112,9 @@ class Plan:
     dtypes: Mapping[str, str]
     """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
-    """By canonical tensor name, the index in the recipe of the rule that decided the tensor's dtype; only for decided tensors."""
+    """The index of the rule that decides a tensor's dtype, by canonical tensor name. Tensors that no rule selects are absent."""
     selections: tuple[Selection, ...]
-    """What each rule selects, in the recipe's order."""
+    """The modules and tensors that each rule selects, in the recipe's order."""
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
@@ -153,12 +153,12 @@ class Plan:
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
 """The latest plan of each tree. The app plans a rule while it is typed and again when it is applied, and plans a new tree in a
-thread before it shows it. With 90,000 tensors a plan takes 0.1 s, so without this cache a key press would wait for it twice.
+thread before it shows it. With 90,000 tensors a plan takes 0.1 s, so without this cache a key press would wait for two plans.
 """
 
 
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
-    """Apply the rules in order; the last rule that selects a tensor wins. Tensors that no rule selects stay as stored."""
+    """Return the plan of a recipe. The last rule that selects a tensor decides its dtype; other tensors stay as stored."""
     known = _latest.get(tree)
     if known is not None and known.recipe == recipe:
         return known

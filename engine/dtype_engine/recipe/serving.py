@@ -1,7 +1,7 @@
 """Predicts how a runtime would treat an export of a plan. Each check names the source file of the runtime that it is based on.
 
 The sources are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
-Both read an export in its own layout: compressed-tensors, or DeepSeek's fp8.
+Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Explain why no other program can read a weight in a storage format. Returns None if one can.
+    """Explain why no other program can read a weight in a storage format. Returns None if another program can.
 
     experts: treat experts that the model packs into one tensor as linear layers, as exports and the original files store them.
     """
@@ -130,7 +130,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers in several formats. `should_ignore_layer` raises if some members are ignored; else the first is used."""
+    """Report fused layers in several formats. `should_ignore_layer` raises if some but not all members are ignored."""
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")

@@ -54,7 +54,7 @@ class Contribution:
     drift: float
     """The drift of the main output if only this part is cast, in the report's unit; infinity if the output is not finite."""
     share: float | None
-    """`drift` divided by the drift of the whole recipe on the same inputs, or None if this is not finite."""
+    """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
     """The SQNR of the part's own output if only this part is cast. The part's inputs are then those of the reference, so this is
     only its own error. None if the part is not one module with an output to compare.

@@ -23,9 +23,9 @@ Word = Literal["exact", "under the floor", "invisible", "small", "visible", "bro
 def rounding_sqnr_db(mantissa: int) -> float:
     """Return the lowest SQNR in dB of values rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
 
-    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. Its mean square is 2^(2e - 2
-    mantissa) / 12, compared with m^2 2^(2e). For m = 1, the worst case, that gives 10.8 dB plus 6.02 dB for each bit; values of
-    many magnitudes have 2.7 to 3.7 dB more.
+    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. Compared with m^2 2^(2e), its
+    mean square is 2^(2e - 2 mantissa) / 12. For m = 1, the worst case, that gives 10.8 dB plus 6.02 dB for each bit; values of many
+    magnitudes have 2.7 to 3.7 dB more.
     """
     return 10 * math.log10(12 * 4**mantissa)
 
@@ -59,7 +59,7 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
     (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
-"""For each limit, the word that applies up to it, and the drift that the limit stands for. The list for KL has the same form."""
+"""For each limit, the word for a drift up to it, and a comparison with known drifts. The list for KL has the same form."""
 
 HELP = (
     "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
@@ -67,8 +67,8 @@ HELP = (
     f"Wikitext-2: invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to "
     f"{KL_Q2:.3f} (q2_K; q4_K_M has {KL_Q4:.3f}), otherwise broken. For any other output its SQNR decides, by the SQNR of rounding "
     f"the output itself: invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from "
-    f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs alone), otherwise broken. An output "
-    "that is not finite is broken. Other models and texts may tolerate more or less."
+    f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs "
+    "alone), otherwise broken. An output that is not finite is broken. Other models and texts may tolerate more or less."
 )
 """The help text about the words, their limits, and the sources of the limits."""
 

@@ -20,7 +20,7 @@ class SweepRow:
     drift: float
     """The metric by which recipes are ranked; infinity if the output is not finite."""
     best: bool
-    """Whether the output is finite and no other recipe has at most the same planned bytes and drift and less of one of them."""
+    """Whether the output is finite and no other recipe is at least as good in planned bytes and drift and better in one of them."""
     output: OutputDrift
 
 

@@ -49,7 +49,7 @@ class Constraints:
     """Constraints on the recipe that a search finds."""
 
     keep: tuple[str, ...] = ()
-    """Patterns of weights that stay as stored."""
+    """Patterns of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
     """Patterns whose matches under one parent module must have the same dtype, such as `*.{q,k,v}_proj` for three weights."""
     dtypes: tuple[str, ...] = ()
@@ -161,7 +161,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices by bytes, without those that are no better than another choice. Of equal choices, keep the wider dtype."""
+    """Return the choices, sorted by bytes, without those that are no better than another. Of equals, the wider dtype is kept."""
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:

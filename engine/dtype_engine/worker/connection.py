@@ -35,7 +35,7 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """The started process sent nothing that dtype-engine sends. status: its exit status, or None while it is running."""
+    """The started process sent no message of dtype-engine. status: its exit status, or None while it is running."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)

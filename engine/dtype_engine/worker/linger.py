@@ -210,7 +210,7 @@ def close(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Serve one connection after another, until the app closes the engine or it has been idle and alone for `linger_s` seconds."""
+    """Serve one connection after another, until the app closes the engine or it is idle and unconnected for `linger_s` seconds."""
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
     server = EngineServer(keep=True)

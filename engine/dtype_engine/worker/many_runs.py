@@ -109,8 +109,8 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the workers, or None to use this engine. private: as in `Workers.pool`. After an error, the next call starts new
-        ones.
+        """Yield the workers; None to use this engine. private: as in `Workers.pool`. After an error, the next call restarts
+        them.
         """
         workers = self._model.options.workers
         if workers is None or not needed:

@@ -61,7 +61,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events: first those after the first `received` again, then the new ones."""
+        """Let `take` return events: first all after the first `received`, even if they were taken before, then the new ones."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))

@@ -36,8 +36,8 @@ class PlannedLosses:
         cancelled: IsCancelled,
         read_all: bool = False,
     ) -> None:
-        """Emit the values that the recipe loses, and rules that keep them. If more than `MAX_AUTOMATIC_BYTES` would have to be
-        read, only `read_all` reads them; otherwise their size is emitted. Raises Cancelled.
+        """Emit the values that the recipe loses, and rules that keep them. More than `MAX_AUTOMATIC_BYTES` are read only if
+        `read_all` is set; otherwise the number of bytes is emitted. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):

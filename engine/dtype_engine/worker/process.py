@@ -1,4 +1,4 @@
-"""An engine in another process, here or on another machine. Commands go to its standard input, events come from its output.
+"""An engine in another process, here or elsewhere. Commands go to its standard input, events come from its standard output.
 
 If that process ends, the app continues and receives an event.
 """

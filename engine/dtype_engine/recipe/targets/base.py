@@ -240,7 +240,7 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires it for the module."""
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires that for its module."""
     kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
     plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"

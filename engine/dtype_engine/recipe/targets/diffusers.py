@@ -1,7 +1,7 @@
 """Converts recipes for diffusers' layerwise casting: a storage dtype, a compute dtype, and patterns of modules to skip.
 
-diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted
-name. It casts whole modules of certain classes, including biases and without scales.
+diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted name.
+It casts whole modules of certain classes, biases included, and uses no scales.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """Return the dtype that each tensor finally has, by canonical name."""
+    """Return the dtype that each tensor has after diffusers' casts, by canonical name."""
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))

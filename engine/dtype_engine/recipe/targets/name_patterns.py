@@ -1,7 +1,7 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
 Names are split at dots. Names that differ in only one part are merged repeatedly into a product of choices, which never matches
-additional names. If the choices for a part are all numbers that names have there, that part may match any number.
+additional names. If a part's choices are all numbers that any name has in that part, the part may match any number.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _sorted(choice: frozenset[str]) -> list[str]:
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Return `fnmatch` patterns that match exactly the names `wanted` in `universe`. `*` replaces a number only if still exact."""
+    """Return `fnmatch` patterns that match exactly the names `wanted` in `universe`. Numbers become `*` if this stays exact."""
     names = list(dict.fromkeys(wanted))
     patterns: list[str] = []
     for product in products(names, universe):
