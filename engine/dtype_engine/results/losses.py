@@ -10,7 +10,7 @@ from dtype_engine.core import dtypes
 ROUNDING_SHARE = 0.01
 """Values that become zero in a floating-point dtype count as rounding if they are less than this share of the tensor."""
 ROUNDING_SHARE_OF_INTEGERS = 0.5
-"""The same share of a tensor for integers and for floats of less than 8 bits. All values below half a step become zero: of normally
+"""`ROUNDING_SHARE` for integers and for floats of less than 8 bits, in which all values under half a step become zero: of normally
 distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
 """
 
