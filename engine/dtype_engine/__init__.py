@@ -8,7 +8,7 @@
     session.export("folder")                  # a checkpoint in these dtypes
     model = de.load_pretrained("folder")      # load it with every weight in its stored dtype
 
-Importing this package does not import torch; opening a model does.
+Importing this package does not import torch, but opening a model does.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def load_pretrained(
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Session` on first use, because that imports torch."""
+    """Import `Session` on first use, because importing it imports torch."""
     if name == "Session":
         from dtype_engine.runtime.session.session import Session
 

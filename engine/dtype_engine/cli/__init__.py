@@ -24,7 +24,7 @@ _MODULES = {
 
 
 class _Commands(click.Group):
-    """Imports the module of a command when that command is used: importing all of them takes longer than most commands run."""
+    """Imports a command's module when the command is used. Importing all modules would take longer than most commands run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)
@@ -43,21 +43,21 @@ class _Commands(click.Group):
     is_flag=True,
     is_eager=True,
     expose_value=True,
-    help="With --version: also show libraries and hardware.",
+    help="With --version: also show the libraries and the hardware.",
 )
 @click.option("--version", is_flag=True, expose_value=False, callback=print_version, help="Show the version and exit.")
 def cli(verbose: bool) -> None:
     """What happens if these layers are in another dtype?
 
-    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name or package.module:Name.
-    Without MODEL, the built-in demo is used.
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name or package.module:Name. Without MODEL,
+    the built-in demo is used.
     """
     if verbose:
         raise click.UsageError("--verbose goes with --version")
 
 
 def main() -> None:
-    """Run the command line, and exit with its status."""
+    """Run the command line and exit with its exit status."""
     if sys.stdout is None:  # it was closed when Python started
         if sys.stderr is not None:
             print(

@@ -46,23 +46,23 @@ MISSED = 1
     "tokens",
     type=click.IntRange(min=1),
     metavar="N",
-    help="Also generate N tokens greedily with reference and candidate, and show the first that differs.",
+    help="Also generate N tokens greedily with the reference and the candidate, and show the first token that differs.",
 )
 @click.option(
     "-o",
     "--save-recipe",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Write the rules, the settings and the measured figures to this recipe file.",
+    help="Write the rules, the settings and the measured metrics to this recipe file.",
 )
 @click.option("--force", is_flag=True, help="Replace an existing recipe file.")
 @click.option(
-    "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find where the drift arises."
+    "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find the sources of the drift."
 )
 @click.option(
     "--suggest",
     is_flag=True,
-    help="Find rules that keep the values which the casts lose, and measure the drift with them.",
+    help="Find rules that keep the values which the casts lose, and measure the drift with these rules.",
 )
 @workers_option
 @threshold_options
@@ -78,11 +78,11 @@ def drift(
     as_object: bool,
     **limits: Any,
 ) -> int:
-    """Run the float32 reference and the candidate, and report how far the outputs and the memory moved.
+    """Run the float32 reference and the candidate (the cast model), and report how much the output and the memory changed.
 
     Weights with values that the cast made infinite or zero are listed as lost, however small the drift is.
 
-    Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is missed.
+    The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1) is not met.
     """
     from dtype_engine.runtime.measure.listener import MeasurementListener
 
@@ -126,26 +126,26 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What `drift` reports besides the figures of the `DriftReport`."""
+    """The parts of the report of `drift` that are not in the `DriftReport`."""
 
     floor: NoiseFloor | None
-    """None where it was not measured."""
+    """The noise floor, or None if it was not measured."""
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
     meaning: Meaning
     with_remedy: bool
-    """Whether --suggest was given; `remedy` is then None where no cast loses values."""
+    """Whether --suggest was given. With it, `remedy` is None if no cast loses values."""
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
-        """The keys that are added to the JSON object of the report."""
+        """Return these details as keys for the JSON object of the report."""
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """The lines that follow those of the report."""
+        """Return these details as the lines that follow those of the report."""
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
 
@@ -176,8 +176,8 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure what goes with a report: the noise floor where the drift may be below it, why values are not finite where some are
-    not, and a remedy for lost values where `suggest` is set.
+    """Measure the details of a report: the noise floor if the drift may be below it, the reason if values are not finite, and a
+    remedy for lost values if `suggest` is set.
     """
     option = session.options.floor
     floor = None
@@ -189,7 +189,7 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """The exit status: 1 where a limit was missed. Each missed limit is reported on standard error."""
+    """Report each missed limit on standard error. Returns the exit status, which is 1 if a limit was missed."""
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + verdict.name.replace("_", "-")
@@ -198,7 +198,7 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
 
 
 def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
-    """Write the session's recipe and a measurement of it to a file. Raises UserError."""
+    """Write the session's recipe and its measured drift to a file. Raises UserError."""
     from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.recipe.provenance import recipe_text
     from dtype_engine.reports.versions import versions
@@ -208,7 +208,7 @@ def _save_measured(session: Session, report: DriftReport, file: Path, force: boo
 
 
 def _generation(text: Generation) -> dict[str, Any]:
-    """One generation as JSON: both texts, and the index of the first token that differs (null where none does)."""
+    """Return one generation as JSON: both texts, and the index of the first token that differs (null if none differs)."""
     return {
         "prompt": text.prompt,
         "reference": as_json(text.reference) | {"text": text.reference.text},
@@ -220,7 +220,7 @@ def _generation(text: Generation) -> dict[str, Any]:
 @click.command(cls=ModelCommand)
 @json_option
 def flow(request: RunRequest, as_object: bool) -> None:
-    """List every implicit cast of one forward pass: module, operation, source dtype, target dtype and elements."""
+    """List every implicit cast in one forward pass: module, operation, source dtype, target dtype and number of elements."""
     session = request.open_session()
     casts = session.flow()
     if as_object:
@@ -238,11 +238,11 @@ def flow(request: RunRequest, as_object: bool) -> None:
     type=click.IntRange(min=3),
     default=5,
     show_default=True,
-    help="How many passes to time after a warm-up.",
+    help="Number of passes to time after a warm-up.",
 )
 @json_option
 def speed(request: RunRequest, repeats: int, as_object: bool) -> None:
-    """Time forward passes in float32, in the stored dtypes and in those of the recipe: the median after a warm-up."""
+    """Time forward passes in float32, in the stored dtypes and in the recipe's dtypes. Each time is a median after a warm-up."""
     session = request.open_session()
     report = session.speed(lambda what, done, total: say_share(f"timing: {what}", done, total), repeats=repeats)
     say("")

@@ -26,7 +26,7 @@ from dtype_engine.results.export import ExportReport, VerifyReport
 NO = 1
 _SHOWN = 20
 _TENSOR_BYTES = 1 << 30
-"""The memory that a worker of `verify` needs for one tensor and its casts."""
+"""Bytes of memory that a worker of `verify` needs for one tensor and its casts."""
 
 
 @click.command(cls=ModelCommand)
@@ -37,12 +37,12 @@ _TENSOR_BYTES = 1 << 30
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="The folder to write. One that is not empty is replaced only with --force.",
+    help="The folder to write. A folder that is not empty is replaced only with --force.",
 )
 @click.option(
-    "--force", is_flag=True, help="Replace FOLDER once the export is complete; the model itself is never replaced."
+    "--force", is_flag=True, help="Replace FOLDER once the export is complete. MODEL itself is never replaced."
 )
-@click.option("--max-shard-size", default="5GB", show_default=True, help="The largest size of one file of weights.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file.")
 @click.option("--incomplete", is_flag=True, help="Export the tensors that exist although the checkpoint lacks some.")
 @json_option
 def export(
@@ -50,8 +50,8 @@ def export(
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
-    With --quantize-activations weights, the checkpoint declares that activations are quantised, for the formats whose runtimes do
-    so. The model is run only for NVFP4, which stores a scale for the activations: the calibration inputs are run once to find it.
+    With --quantize-activations weights, the checkpoint tells runtimes to quantise activations too, for the formats that support it.
+    Only NVFP4 requires running the model: one pass over the calibration inputs measures the activation scales that NVFP4 stores.
     """
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
@@ -86,14 +86,14 @@ def export(
 @click.option(
     "--drift",
     is_flag=True,
-    help="Also measure the drift of MODEL under the recipe and of the export: both must be the same.",
+    help="Also measure the drift of MODEL under the recipe and the drift of the reloaded export. Both must be equal.",
 )
 @workers_option
 @json_option
 def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
-    """Check an export bit for bit: each tensor must have the dtype and the values that its recipe makes from MODEL.
+    """Check an export bit for bit: each tensor must have the dtype and the values that the export's recipe computes from MODEL.
 
-    Exit status 1 when anything differs.
+    The exit status is 1 if a tensor differs.
     """
     from dtype_engine.runtime.verify.verify import verify as check
 
@@ -122,7 +122,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _rate(what: str) -> Callable[[int, int], None]:
-    """A callback that shows bytes done and bytes per second, at most ten times a second."""
+    """Return a progress callback that shows the bytes done and the bytes per second, at most ten times a second."""
     started, throttle = time.perf_counter(), Throttle(first=False)
 
     def on_bytes(done: int, total: int) -> None:
@@ -135,7 +135,7 @@ def _rate(what: str) -> Callable[[int, int], None]:
 
 
 def export_text(report: ExportReport) -> str:
-    """The lines that report an export: its rules, the bytes in each dtype, the folder and the speed."""
+    """Return the lines that report an export: its rules, the bytes in each dtype, the folder and the speed."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
@@ -156,7 +156,7 @@ def export_text(report: ExportReport) -> str:
 
 
 def verify_text(report: VerifyReport, most: int) -> str:
-    """The lines that report a verification, with at most the first `most` tensors that differ."""
+    """Return the lines that report a verification, with at most the first `most` tensors that differ."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -19,7 +19,7 @@ from dtype_engine.results.coverage import Coverage
 @click.command(cls=ModelCommand, runs=False)
 @json_option
 def inspect(request: RunRequest, as_object: bool) -> None:
-    """List modules with dtypes, parameters and bytes. Where a checkpoint has headers, nothing else of it is read."""
+    """List modules with dtypes, parameters and bytes. If the checkpoint has headers, only the headers are read."""
     source = request.locate()
     planned = request.plan(source)
     tree, plan = planned.tree, planned.plan
@@ -88,7 +88,7 @@ def _coverage(
 @click.command(cls=ModelCommand, runs=False)
 @json_option
 def weights(request: RunRequest, as_object: bool) -> None:
-    """Report for each tensor what the cast does to its values: errors, overflow and underflow. No forward pass is run."""
+    """Report the effect of the cast on each tensor's values: errors, overflow and underflow. No forward pass is run."""
     source = request.locate()
     from dtype_engine.checkpoint import unchanged
     from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped

@@ -1,4 +1,4 @@
-"""The options of both programs, and the command class that turns them into one `RunRequest`."""
+"""The options that both programs share, and the command class that turns them into one `RunRequest`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing f
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Let the shell complete MODEL as a path."""
+    """Complete MODEL as a path in the shell."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
@@ -51,32 +51,32 @@ _RULES = (
         ["--cast", "casts"],
         multiple=True,
         metavar="PATTERN=DTYPE",
-        help="A rule; the last rule that matches a tensor decides.",
+        help="Cast the tensors that PATTERN matches. The last rule that matches a tensor decides its dtype.",
     ),
     click.Option(
-        ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. Rules of --cast follow those of the file."
+        ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. The rules of --cast follow the file's rules."
     ),
-    click.Option(["--preset"], metavar="NAME", help="Put the rules of this preset first; `recipe presets` lists them."),
+    click.Option(
+        ["--preset"], metavar="NAME", help="Put this preset's rules first. `recipe presets` lists all presets."
+    ),
 )
 _OPENING = (
     click.Option(
-        ["--trust-pickle"], is_flag=True, help="Load pickles that hold more than tensors. They can run any code."
+        ["--trust-pickle"],
+        is_flag=True,
+        help="Load pickles that hold more than tensors. Such pickles can run any code.",
     ),
     click.Option(
-        ["--download"], is_flag=True, help="Download MODEL from the Hugging Face hub when it is not in the cache."
+        ["--download"], is_flag=True, help="Download MODEL from the Hugging Face hub if it is not in the local cache."
     ),
     click.Option(
         ["--weights"],
         type=_FILE,
         metavar="FILE",
-        help="The checkpoint (.pth, .safetensors, ...) to load into a model that is made by Python code.",
+        help="The checkpoint (.pth, .safetensors, ...) to load into a model built in Python.",
     ),
     click.Option(["--trust-remote-code"], is_flag=True, help="Run the Python code that comes with the checkpoint."),
-    click.Option(
-        ["--architecture"],
-        metavar="NAME",
-        help="The model class of the checkpoint, where no config.json names it.",
-    ),
+    click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
 )
 _RUNNING = (
     click.Option(["--device"], default="auto", show_default=True, help="Where to run the model: cpu, cuda or auto."),
@@ -89,26 +89,28 @@ _RUNNING = (
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="A text file, or a .jsonl file whose lines have text, prompt or messages. It is cut into sequences.",
+        help="A calibration text file, or a .jsonl file with an object with text, prompt or messages on each line.",
     ),
     click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
-    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="The most tokens in a sequence."),
-    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="The most sequences to run."),
+    click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
+    click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="Maximum number of sequences to run."),
     click.Option(
-        ["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="An image file; may be repeated."
+        ["--image", "images"], multiple=True, type=_FILE, metavar="FILE", help="A calibration image; may be repeated."
     ),
-    click.Option(["--audio"], multiple=True, type=_FILE, metavar="FILE", help="An audio file; may be repeated."),
+    click.Option(
+        ["--audio"], multiple=True, type=_FILE, metavar="FILE", help="A calibration audio file; may be repeated."
+    ),
     click.Option(
         ["--inputs", "tensors"],
         type=_FILE,
         metavar="FILE",
-        help="A .safetensors, .npz or .pt file with tensors named as the arguments of the forward pass.",
+        help="A .safetensors, .npz or .pt file whose tensors have the names of the forward pass's arguments.",
     ),
     click.Option(
         ["--compute"],
         default="float32",
         show_default=True,
-        help="The dtype in which storage-only weights compute where an operation has no activation.",
+        help="The dtype to which storage-only weights are dequantized if no activation determines it.",
     ),
     click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
     click.Option(
@@ -116,14 +118,14 @@ _RUNNING = (
         type=click.Choice(["given", "model"]),
         default="given",
         show_default=True,
-        help="given: floating-point inputs keep their dtype. model: cast them to the dtype of the model's first weight.",
+        help="given: floating-point inputs keep their dtype. model: they are cast to the dtype of the model's first weight.",
     ),
     click.Option(
         ["--quantize-activations"],
         type=click.Choice(["none", "weights"]),
         default="none",
         show_default=True,
-        help="weights: round the input of each matrix product to the format of its weight, as W8A8 and W4A4 runtimes do.",
+        help="weights: also round the input of each matrix product to its weight's format, as W8A8 and W4A4 runtimes do.",
     ),
     click.Option(
         ["--classes-dim"],
@@ -137,7 +139,7 @@ _RUNNING = (
 
 
 class _Bytes(click.ParamType[int]):
-    """A size such as `2GiB`."""
+    """A click parameter type for a size such as `2GiB`."""
 
     name = "bytes"
 
@@ -151,7 +153,7 @@ class _Bytes(click.ParamType[int]):
 
 
 class _Precision(click.ParamType[float]):
-    """A share such as `5%` or `0.05`."""
+    """A click parameter type for a share such as `5%` or `0.05`."""
 
     name = "precision"
 
@@ -173,30 +175,30 @@ _MEASURING = (
         ["--precision"],
         type=_Precision(),
         metavar="SHARE",
-        help="Stop when the relative standard error of the drift is this small, such as 5%. By default all inputs are run.",
+        help="Stop once the relative standard error of the drift is at most SHARE, such as 5%. By default, all inputs are run.",
     ),
     click.Option(
         ["--floor"],
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="When to measure the noise floor, the reference's drift from itself. auto: where the drift may be below it; in the "
-        "app, whenever nothing else runs.",
+        help="When to measure the noise floor, the reference's drift from itself. auto: if the drift may be below it and, in "
+        "the app, also when no other work runs.",
     ),
     click.Option(
         ["--modules"],
         type=click.Choice(["some", "exact"]),
         default="some",
         show_default=True,
-        help="Compare the outputs of modules over about a sixth of the inputs (some), or over all (exact). The main output is "
+        help="Compare modules' outputs over about a sixth of the inputs (some) or over all inputs (exact). The main output is "
         "always compared over all inputs that are run.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],
         type=_Bytes(),
         metavar="BYTES",
-        help="How much of the outputs to keep for the next measurement, such as 2GiB. By default a quarter of the free memory, at "
-        "most 2 GiB.",
+        help="Maximum size of the reference outputs to keep for later measurements, such as 2GiB. By default, a quarter of the "
+        "free memory, at most 2 GiB.",
     ),
 )
 
@@ -204,9 +206,9 @@ _MEASURING = (
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
-    rules: the command has --cast, --recipe and --preset. runs: it has the options of a forward pass: device, inputs and settings.
-    measures: it has the options of a drift measurement. checks_inputs: the input files are on this machine, so they are checked
-    first. The argument MODEL is added unless the command has a parameter named `model`.
+    rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
+    and settings). measures: whether it has the options of a drift measurement. checks_inputs: whether the input files are on this
+    machine and can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(
@@ -228,7 +230,7 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Make the `RunRequest` and call the command's function. Raises UserError for options that are not valid."""
+        """Build the `RunRequest` and call the command's function. Raises UserError for invalid options."""
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
         # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.

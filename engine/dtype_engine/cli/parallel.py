@@ -1,4 +1,4 @@
-"""The option `--workers`, and the workers that it starts."""
+"""The option `--workers`, and the code that starts the workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _workers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
-    """A number of processes, or the address of a scheduler. Raises UserError."""
+    """Parse a number of processes, or the address of a scheduler. Raises UserError."""
     if value is None:
         return None  # before any import, because the app's first paint waits for this
     from dtype_engine.evaluation.workers import parse_workers
@@ -31,7 +31,7 @@ workers_option = click.option(
     "--workers",
     callback=_workers,
     metavar="N|tcp://HOST:8786",
-    help="Use N processes, or fewer if memory is short; they share the pages of the checkpoint. Or use a Dask cluster.  "
+    help="Use N processes, or fewer if memory is short, or the workers of a Dask cluster. Processes share the checkpoint's pages.  "
     "[default: this process]",
 )
 
@@ -40,9 +40,9 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """Start the workers. Gives them (None for this process) and a callback `(done, total)` that shows how many parts are done.
+    """Start the workers. Yields them (None to use this process) and a callback `(done, total)` that shows how many parts are done.
 
-    parts: how many pieces of work there are. private: bytes that each process needs besides the mapped checkpoint.
+    parts: how many pieces of work there are. private: bytes that each process needs in addition to the mapped checkpoint.
     """
     if workers is None:
         yield None, partial(_say, 1)

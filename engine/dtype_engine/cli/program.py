@@ -1,4 +1,4 @@
-"""How both command lines run a command: answers and JSON on standard output, progress and one-line errors on standard error."""
+"""Runs a command for both command lines: answers and JSON on standard output, progress and one-line errors on standard error."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def answer(text: str, nl: bool = True) -> None:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error. If that fails, the error is ignored: neither the answer nor the exit status depends on it."""
+    """Print a line on standard error. A failure is ignored, because neither the answer nor the exit status depends on the line."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr)
 
 
 _step = ""
-"""The progress that `say` wrote last and that is still on the screen."""
+"""The latest progress that `say` wrote, if it is still on the screen."""
 
 
 def say(step: str) -> None:
-    """Show a step in place of the last one; do nothing where standard error is not a terminal."""
+    """Show a step in place of the previous one. Does nothing if standard error is not a terminal."""
     global _step
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
@@ -56,14 +56,14 @@ def say(step: str) -> None:
 
 
 def _last_line(sentence: str) -> None:
-    """Print the last line of a program on standard error, in place of its progress."""
+    """Print the program's last line on standard error, in place of the progress."""
     if _step:
         say("")
     print_stderr(sentence)
 
 
 def note(sentences: Iterable[str]) -> None:
-    """Print each sentence as a note on standard error: what the user should know besides the result."""
+    """Print each sentence as a note on standard error. Notes tell the user facts that the result does not contain."""
     for sentence in sentences:
         print_stderr(f"dtype-engine: note: {sentence}")
 
@@ -73,10 +73,10 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show the progress of a job: `text` (by default `what`), a bar, and an estimate of the time left once there is one.
+    """Show the progress of a job: `text` (by default `what`), a bar, and the time left as soon as it can be estimated.
 
-    job: the name of the whole job where `what` is only a part of it; `done` and `total` then count the whole job. A total of 0
-    means that the amount of work is not known.
+    job: the name of the whole job if `what` is only a part of it; `done` and `total` then count the whole job. A total of 0 means
+    that the amount of work is unknown.
     """
     if not total:
         say(text or what)
@@ -95,7 +95,7 @@ def say_progress(run: str, done: int, total: int) -> None:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command. Returns its exit status: 2, after one line on standard error, for bad input; 128 + n for signal n."""
+    """Run a click command and return its exit status: 2 for bad input, after a line on standard error; 128 + n for signal n."""
     fill_closed()
     try:
         with own_output():
@@ -133,7 +133,7 @@ def _report_interrupted(program: str, error: BaseException) -> int:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, then its cause, then the cause of that, and so on."""
+    """Yield an error, then its cause, then the cause of that cause, and so on."""
     link: BaseException | None = error
     while link is not None:
         yield link
@@ -143,7 +143,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 def report_unexpected(program: str, error: BaseException) -> int:
     """Print one line for an error that the program has no message for, and return the exit status.
 
-    With DTYPE_TUI_TRACEBACK set, the traceback comes before that line.
+    If DTYPE_TUI_TRACEBACK is set, the traceback is printed before that line.
     """
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
@@ -152,7 +152,7 @@ def report_unexpected(program: str, error: BaseException) -> int:
 
 
 def unexpected(error: BaseException) -> str:
-    """One line for an error that the program has no message for."""
+    """Return one line for an error that the program has no message for."""
     if isinstance(error, MemoryError):
         return "there is not enough memory for this"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:

@@ -27,7 +27,7 @@ _SHOWN = 4
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option(
-    "--model", help="The model that the recipe is for. By default the one that the recipe file names."
+    "--model", help="The model that the recipe is for. By default, the model that the recipe file names."
 )
 target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
@@ -39,13 +39,13 @@ def recipe() -> None:
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
-@click.option("--to", "target", required=True, type=target_names, help="The tool to write the recipe for.")
+@click.option("--to", "target", required=True, type=target_names, help="The tool for which to write the recipe.")
 @model_option
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of standard output.")
 @force_option
 @json_option
 def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
-    """Write a recipe in the format of another tool, with patterns that give every tensor of this model its planned dtype there.
+    """Write a recipe in the format of another tool, with patterns that give every tensor its planned dtype in that tool.
 
     Tensors that the tool can't express are listed on standard error, or under 'left_out' with --json.
     """
@@ -95,14 +95,15 @@ def _left_out_lines(written: Conversion) -> list[str]:
     "target",
     required=True,
     type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
-    help="The tool whose pattern matcher to try, or the runtime that would load an export.",
+    help="The tool to compare with, or the runtime (vllm or sglang) that would load an export.",
 )
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """Show which tensors the recipe's unchanged patterns match in another tool; for vllm and sglang, how they would load an export.
+    """Compare the tensors that the recipe's patterns match in dtype-engine and, unchanged, in another tool.
 
-    Exit status 1 when the matches differ, or when a runtime would refuse or change a weight, or run it slowly.
+    For vllm and sglang, show how the runtime would load an export. The exit status is 1 if the matches differ, or if a runtime
+    would refuse or change a weight, or run it slowly.
     """
     from dtype_engine.recipe.lint import lint as read_as
 
@@ -164,7 +165,7 @@ def _rule_lines(rule: RuleComparison) -> list[str]:
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @json_option
 def presets(request: RunRequest, as_object: bool) -> None:
-    """List the presets, and the size of this model under each."""
+    """List the presets, and the size of this model under each preset."""
     from dtype_engine.recipe.presets import preset_effects
 
     context = _context(request)
@@ -199,7 +200,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:
-    """The plan of a recipe file for the model of the request, or else for the model that the file names."""
+    """Return the plan of a recipe file for the request's model or, if the request has none, for the model that the file names."""
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
@@ -213,7 +214,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """The plan of a recipe for a model. Raises UserError for a rule that matches nothing."""
+    """Return the plan of a recipe for a model. Raises UserError for a rule that matches nothing."""
     from dtype_engine.runtime.model.describe import describe
 
     source = request.locate(python_only_by)

@@ -1,4 +1,4 @@
-"""`dtype-engine report`: everything that is known of a recipe on a model, in one file."""
+"""`dtype-engine report`: writes all that is known about a recipe on a model to one file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dtype_engine.results.losses import ValueLoss
     required=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="The report to write; its ending, .html or .md, chooses the format.",
+    help="The report to write. Its extension, .html or .md, determines the format.",
 )
 @force_option
 @json_option
 def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> None:
-    """Measure a recipe, and write one file with its rules, memory and drift, all modules, and how it was measured.
+    """Measure a recipe, and write one file with its rules, memory and drift, all modules, and how the drift was measured.
 
-    The file is self-contained: it includes its plots, downloads nothing and runs no scripts. Where the model can't be run, the
-    report says why, and contains everything but the drift.
+    The file is self-contained: it includes its plots, downloads nothing and runs no scripts. If the model can't be run, the report
+    says why, and contains everything but the drift.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.reports.document import build_report
@@ -75,7 +75,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Count from a model's files the values that the casts lose; None where the values can't be read."""
+    """Count the values that the casts lose, read from a model's files. Returns None if the values can't be read."""
     if known.checkpoint is None:
         return None
     from dtype_engine.runtime.measure.stored_losses import losses_in_files

@@ -1,4 +1,4 @@
-"""What a command line asks about one model, as plain data. `ModelCommand` makes it once, and nothing changes it."""
+"""The request of a command line about one model, as plain data. `ModelCommand` builds it once, and nothing changes it."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ _SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A model without its weights, and the plan of a recipe for it."""
+    """A model without its weights, and the plan of a recipe for the model."""
 
     checkpoint: Checkpoint | None
-    """The headers of the files; None where Python code makes the model."""
+    """The headers of the files, or None if the model is built in Python."""
     tree: Tree
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """MODEL, the rules for it, and how to open and run it."""
+    """MODEL, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """As the user typed it."""
+    """MODEL as the user typed it."""
     options: Options
-    """The settings of the recipe file are among them, except those that the command line gives."""
+    """The options. They include the settings of the recipe file, except those that the command line overrides."""
     recipe: Recipe = field(default_factory=Recipe)
     """The rules of the recipe file, then those of --cast."""
     preset: str | None = None
-    """Its rules depend on the tree, so `with_preset` puts them before those of `recipe` later."""
+    """The name of the preset. Its rules depend on the tree, so `with_preset` later puts them before those of `recipe`."""
     recipe_file: Path | None = None
     made_for: str | None = None
     """The model that the recipe file names."""
@@ -62,10 +62,10 @@ class RunRequest:
     def of(
         cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool, checks_inputs: bool = True
     ) -> RunRequest:
-        """Make the request from a command line's values, by parameter name.
+        """Build the request from a command line's values, by parameter name.
 
-        runs: the options of a forward pass are among the values. checks_inputs: the input files are on this machine.
-        Raises UserError for a rule, a preset, a recipe file or an input file that is not valid.
+        runs: the options of a forward pass are among the values. checks_inputs: the input files are on this machine. Raises
+        UserError for an invalid rule, preset, recipe file or input file.
         """
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
@@ -88,7 +88,7 @@ class RunRequest:
         return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """Find the model that MODEL names. python_only_by: as in `checkpoint.source.locate`, where a file names MODEL.
+        """Find the model that MODEL names. python_only_by: as in `checkpoint.source.locate`, if a file names MODEL.
 
         Raises UserError, also for an option that does not apply to such a model.
         """
@@ -118,10 +118,10 @@ class RunRequest:
         return session
 
     def plan(self, source: Source) -> Planned:
-        """Plan the rules, those of the preset included, without loading weights.
+        """Plan the rules, including the preset's, without loading weights.
 
         Without rules the headers are enough. Rules need the architecture (its classes, ties and names), whose import takes seconds.
-        Raises UserError, also for a rule that matches nothing or whose module classes are not known.
+        Raises UserError, also for a rule that matches nothing or needs unknown module classes.
         """
         checkpoint = source.open()
         if checkpoint is not None and not self.recipe.rules and not self.preset and not self.options.architecture:
@@ -132,7 +132,7 @@ class RunRequest:
         return Planned(checkpoint, tree, require_matches(tree, self.with_preset(tree)))
 
     def with_preset(self, tree: Tree) -> Recipe:
-        """The rules of the preset for a tree, followed by those of `recipe`. Raises UserError."""
+        """Return the rules of the preset for a tree, followed by those of `recipe`. Raises UserError."""
         if self.preset is None:
             return self.recipe
         from dtype_engine.recipe.presets import preset
@@ -141,7 +141,7 @@ class RunRequest:
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """Make `Options` of a command line's values. Raises UserError for a dtype that is unknown or not allowed."""
+    """Build `Options` from a command line's values. Raises UserError for a dtype that is unknown or not allowed."""
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))

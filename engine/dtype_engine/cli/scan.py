@@ -33,7 +33,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def scan_options(function: Function) -> Function:
-    """A decorator that adds the options of a scan to a command's function."""
+    """Add the options of a scan to a command's function. This is a decorator."""
     for option in (
         workers_option,
         click.option(
@@ -44,12 +44,12 @@ def scan_options(function: Function) -> Function:
         click.option(
             "--exact",
             is_flag=True,
-            help="Measure each weight in each dtype by its own pass, with all else as in the reference.",
+            help="Measure each weight in each dtype in a separate pass, in which everything else is as in the reference.",
         ),
         click.option(
             "--draws",
             type=click.IntRange(min=1),
-            help="Backward passes for each sequence.  [default: 24 over all sequences, at least 4 each]",
+            help="Number of backward passes per sequence.  [default: 24 divided by the number of sequences, at least 4]",
         ),
         click.option(
             "--dtypes",
@@ -61,7 +61,7 @@ def scan_options(function: Function) -> Function:
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="Try the formats that this runtime can mix in one model, instead of --dtypes. A search then obeys its limits.",
+            help="Try the formats that this runtime can mix in one model, not --dtypes. A search then obeys the runtime's limits.",
         ),
     ):
         function = option(function)
@@ -69,7 +69,7 @@ def scan_options(function: Function) -> Function:
 
 
 class _ScanCommand(ModelCommand):
-    """Parses `scan MODEL` and `scan merge FILES`. A model folder named `merge` has to be written as `./merge`."""
+    """Parses `scan MODEL` and `scan merge FILES`. A model folder named `merge` must be written as `./merge`."""
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -84,8 +84,8 @@ class _ScanCommand(ModelCommand):
 @click.option(
     "--shard",
     metavar="3/16",
-    help="Run only this share of the scan, here the third of sixteen, into the file of --save. `slurm` reads the share from a "
-    "Slurm job array.",
+    help="Run only this share of the scan, here the third of sixteen, and write it to the file of --save. slurm: read the "
+    "share from a Slurm job array.",
 )
 @json_option
 def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
@@ -108,47 +108,45 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 
 
 @click.command(cls=ModelCommand, rules=False)
+@click.option("--budget", metavar="SIZE", help="Maximum size of the weights: 12GiB, 500MB, or 45% of the stored size.")
 @click.option(
-    "--budget", metavar="SIZE", help="The largest size of the weights: 12GiB, 500MB, or 45% of the stored size."
+    "--max-predicted", type=float, metavar="DRIFT", help="Maximum predicted drift, in the unit of the scan's scores."
 )
 @click.option(
-    "--max-predicted",
-    type=float,
-    metavar="DRIFT",
-    help="The largest predicted drift, in the unit of the scan.",
-)
-@click.option(
-    "--keep", multiple=True, metavar="PATTERN", help="Keep what this pattern matches as stored; may be repeated."
+    "--keep",
+    multiple=True,
+    metavar="PATTERN",
+    help="Keep the stored dtype of the weights that PATTERN matches; may be repeated.",
 )
 @click.option(
     "--group",
     "groups",
     multiple=True,
     metavar="PATTERN",
-    help="Give all matches under the same parent one dtype, such as '*.{q,k,v}_proj'; may be repeated.",
+    help="Give all matches under one parent module the same dtype, as in '*.{q,k,v}_proj'; may be repeated.",
 )
 @click.option(
     "--only",
     multiple=True,
     metavar="PATTERN=DTYPE,...",
-    help="Allow only these dtypes for what the pattern matches; may be repeated, and the last pattern that matches decides.",
+    help="Allow only these dtypes for the weights that PATTERN matches. May be repeated; the last match decides.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
 @force_option
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the recipe that was found.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the drift of the best recipe.")
 @click.option(
     "--verify",
     "candidates",
     type=click.IntRange(min=2),
     metavar="K",
-    help="Measure the K recipes nearest to the limit on the --held-out text, and choose the best of them.",
+    help="Measure the drift of the K recipes nearest to the limit on the --held-out text, and choose the best recipe.",
 )
 @click.option(
     "--held-out",
     multiple=True,
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Text for --verify that the scan does not use; may be repeated.",
+    help="A text file for --verify that the scan does not use; may be repeated.",
 )
 @scan_options
 @json_option
@@ -167,7 +165,7 @@ def search(
     as_object: bool,
     **how: Any,
 ) -> int:
-    """Find the best recipe for a size or a drift by a scan, and report its predicted and its measured drift."""
+    """Find the best recipe for a size limit or a drift limit, based on a scan, and report its predicted and its measured drift."""
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 
@@ -218,7 +216,9 @@ def search(
 
 @click.command
 @click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file of the whole scan.")
+@click.option(
+    "-o", "--output", type=click.Path(path_type=Path), required=True, help="Write the combined scan to this file."
+)
 @force_option
 def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     """Combine the files of all shards into the file of one scan, for `scan --save` and `search --save`.
@@ -262,7 +262,7 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only one share of it. Returns both."""
+    """Open a session and run its scan, or only one share of the scan. Returns the session and the scan."""
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")
     given = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
@@ -294,7 +294,7 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """Measure the `count` recipes nearest to a limit on the session's inputs; report the best. Raises UserError, OutOfReach."""
+    """Measure the `count` recipes nearest to a limit on the session's inputs, and report the best. Raises UserError, OutOfReach."""
     from dtype_engine.evaluation import verified
 
     found = verified.candidates(session, *limit, constraints, count)

@@ -1,7 +1,7 @@
-"""How a signal ends a command: SIGTERM and SIGHUP raise an exception, as ctrl+c does, so that unfinished files are removed.
+"""Lets a signal end a command: SIGTERM and SIGHUP raise an exception, as ctrl+c does, so that unfinished files are removed.
 
-The exit status is 128 plus the number of the signal, as a shell reports it for a program that a signal ended: 130 for ctrl+c, 143
-for SIGTERM, 129 for SIGHUP.
+The exit status is 128 plus the number of the signal, as shells report it for a program that a signal ended: 130 for ctrl+c, 143 for
+SIGTERM, 129 for SIGHUP.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 def ended_by(error: BaseException) -> int:
-    """The number of the signal behind an interruption, which may be click's own exception raised from `EndedBySignal`."""
+    """Return the number of the signal behind an interruption, which may be click's own exception raised from `EndedBySignal`."""
     cause = error if isinstance(error, EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, EndedBySignal) else signal.SIGINT
 
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """Within the block SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup, stays ignored."""
+    """Make SIGHUP and SIGTERM raise `EndedBySignal` within the block. A signal that is ignored, as under nohup, stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return

@@ -12,12 +12,12 @@ from dtype_engine.core.text import printable
 
 
 class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
-    """A time in seconds, minutes or hours, such as 90s, 10m or 2h."""
+    """A click parameter type for a time in seconds, minutes or hours, such as 90s, 10m or 2h."""
 
     name = "duration"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The time in seconds."""
+        """Convert the time to seconds."""
         found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
         if found is None:
             self.fail(f"{printable(value, 40)!r} is not a time: write 90s, 10m or 2h", param, ctx)
@@ -36,20 +36,20 @@ def _checked_session(ctx: click.Context, param: click.Parameter, value: str | No
     "--linger",
     type=_Duration(),
     metavar="TIME",
-    help="Keep running when the connection is cut: finish the work, then wait this long for the app to reconnect; 90s, 10m or 2h.",
+    help="If the connection is cut, finish the work, then wait this long (90s, 10m or 2h) for the app to reconnect.",
 )
 @click.option(
     "--session",
     callback=_checked_session,
     metavar="TOKEN",
-    help="With --linger: a unique token with which the app finds this engine again.",
+    help="With --linger: a unique token with which the app reconnects to this engine.",
 )
 def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
-    """Serve a dtype-tui that runs on another machine, through standard input and output.
+    """Serve a dtype-tui on another machine, through standard input and output.
 
     Programs start this command: `dtype-tui ssh://HOST/PATH` runs it on HOST through ssh, and `dtype-tui --engine-command 'docker
     exec -i BOX dtype-engine stdio'` runs it in a container. With `--linger 10m --session {session}` in that command, dtype-tui
-    replaces {session} with a token, and nothing is lost when the connection is cut. Both machines must have the same version.
+    replaces {session} with a token, and nothing is lost if the connection is cut. Both machines must have the same version.
     """
     if (linger is None) is not (session is None):
         raise UserError("--linger and --session go together")

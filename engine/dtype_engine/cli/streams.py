@@ -1,4 +1,4 @@
-"""Standard streams: only answers go to standard output, whatever a model's code prints. A failure to write one is an error."""
+"""Standard streams: only answers go to standard output, whatever a model's code prints. A write failure is an error."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""The streams and their modes; the index is the file descriptor."""
+"""The standard streams and their modes, by file descriptor."""
 _answers: list[TextIO] = []
-"""The streams for the answers of the running commands, the innermost last; empty where `sys.stdout` is used."""
+"""The streams for the answers of the running commands, the innermost last, or empty to use `sys.stdout`."""
 
 
 class ReaderGone(Exception):
-    """The reader of standard output has closed it. The program must end without a message, as SIGPIPE would end it."""
+    """The reader has closed standard output. The program must end without a message, as if SIGPIPE had ended it."""
 
 
 class _StandardOutput(io.FileIO):
-    """A copy of standard output whose write errors are not OSErrors: an OSError could also come from a model's own files, and click
-    would end the program for one. After an error it discards everything, since Python flushes the buffer once more at exit.
+    """A copy of standard output whose write errors are not OSErrors. click ends the program for an OSError, which could also come
+    from a model's own files. After an error it discards all output, because Python flushes the buffer once more at exit.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class _StandardOutput(io.FileIO):
         self._failed = False
 
     def write(self, data: Any, /) -> int:
-        """Write a bytes-like object. Raises ReaderGone where the reader is gone, and UserError for any other error."""
+        """Write a bytes-like object. Raises ReaderGone if the reader is gone, and UserError for any other error."""
         if self._failed:
             return memoryview(data).nbytes
         try:
@@ -45,8 +45,8 @@ class _StandardOutput(io.FileIO):
 
 
 def fill_closed() -> None:
-    """Replace each standard stream that was closed when Python started with /dev/null. Python and C code (torch's too) expects the
-    streams to exist, and otherwise the next file that is opened would get the descriptor of the stream.
+    """Open /dev/null in place of each standard stream that was closed when Python started. Python and C code (torch's too) expects
+    the streams to exist. Without this, the next opened file would get the descriptor of a closed stream.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         if getattr(sys, name) is not None:
@@ -63,7 +63,7 @@ def fill_closed() -> None:
 
 
 def drop_unwritten() -> None:
-    """Discard what standard error can't write. Otherwise Python would try once more at exit, fail, and exit with status 120."""
+    """Discard output that standard error can't write. Otherwise Python would try again at exit, fail, and exit with status 120."""
     try:
         sys.stderr.flush()
     except OSError:
@@ -74,8 +74,8 @@ def drop_unwritten() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """Within the block `sys.stdout` is a copy of the current standard output that raises ReaderGone or UserError where a write
-    fails. Flush it before the block ends, because errors are ignored there. A `sys.stdout` that a caller replaced is left alone.
+    """Replace `sys.stdout` in the block with a copy of standard output that raises ReaderGone or UserError if a write fails. Flush
+    it before the block ends, because errors are ignored there. If a caller has replaced `sys.stdout`, it is left alone.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
@@ -96,8 +96,7 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """Within the block only `answer` writes to standard output. Other output, such as that of a model's code, goes to standard
-    error.
+    """Let only `answer` write to standard output in the block. Other output, such as that of a model's code, goes to stderr.
 
     C code and child processes write to file descriptor 1 itself, some of them only when the process ends. Under `own_output` that
     descriptor therefore leads to standard error until the end of the process.
@@ -115,5 +114,5 @@ def answers_alone() -> Iterator[None]:
 
 
 def answers() -> TextIO:
-    """The stream that answers are written to."""
+    """Return the stream that answers are written to."""
     return _answers[-1] if _answers else sys.stdout

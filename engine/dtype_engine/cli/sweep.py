@@ -26,9 +26,9 @@ def _unit(output: OutputDrift) -> str:
 @workers_option
 @json_option
 def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | None, as_object: bool) -> None:
-    """Measure many recipe files on one model: one table of their bytes and drift, with the best recipes marked.
+    """Measure many recipe files on one model, and print one table of their bytes and drift, with the best recipes marked.
 
-    A recipe is measured with the settings of its file; one without settings, with those of the command line.
+    Each recipe is measured with the settings of its file or, if the file has none, with those of the command line.
     """
     from dtype_engine.evaluation.work import drifts
     from dtype_engine.recipe import require_matches

@@ -1,4 +1,4 @@
-"""The limits on the drift, as options of both command lines."""
+"""Limits on the drift, as options of both command lines."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ _OPTIONS = (
         "--max-kl",
         metavar="NATS",
         callback=_number,
-        help="Fail when the mean KL divergence, in nats per position, is larger.",
+        help="Fail if the mean KL divergence is larger than this number of nats per position.",
     ),
     click.option(
-        "--min-sqnr", metavar="DB", callback=_number, help="Fail when the SQNR of the main output, in dB, is lower."
+        "--min-sqnr", metavar="DB", callback=_number, help="Fail if the main output's SQNR is below this number of dB."
     ),
     click.option(
         "--min-top1",
         metavar="SHARE",
         callback=_share,
-        help="Fail when the top-1 agreement is lower, such as 0.99 or 99%.",
+        help="Fail if the top-1 agreement is lower than this share, such as 0.99 or 99%.",
     ),
 )
 
 
 def threshold_options(command: Function) -> Function:
-    """A decorator that adds the options of `thresholds_from` to a command's function."""
+    """Add the options of `thresholds_from` to a command's function. This is a decorator."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
 def thresholds_from(values: Mapping[str, float | None]) -> Thresholds:
-    """The limits among the values of a command, which are given by parameter name."""
+    """Return the limits from the values of a command's parameters, given by parameter name."""
     return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"])

@@ -1,4 +1,4 @@
-"""`dtype-engine --version`, and with `--verbose` the libraries and the hardware that figures may depend on."""
+"""`dtype-engine --version`, and with `--verbose` the libraries and the hardware that metrics may depend on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy"
 
 
 def print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Print the version, with `--verbose` also those of the libraries and the hardware, and exit."""
+    """Print the version, with `--verbose` also the versions of the libraries and the hardware, and exit."""
     if not wanted or context.resilient_parsing:
         return
     if not context.params.get("verbose"):
@@ -41,7 +41,7 @@ def _installed(name: str) -> str:
 
 
 def _processor() -> str:
-    """The name of the processor. On Linux it is read from a file, because `platform` knows only the architecture."""
+    """Return the name of the processor. On Linux it is read from a file, because `platform` knows only the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

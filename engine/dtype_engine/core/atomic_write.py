@@ -1,4 +1,4 @@
-"""Writes files completely or not at all: to a temporary file in the same folder, flushed to disk, then renamed."""
+"""Writes a file completely or not at all: first to a temporary file in the same folder, which is flushed to disk, then renamed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dtype_engine.core.text import printable
 
 
 def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
-    """Write a text file so that no crash, full disk or power failure leaves it incomplete. Returns the absolute path.
+    """Write a text file so that no crash, full disk or power failure leaves it incomplete. Returns its absolute path.
 
-    replace: replace an existing file, which is otherwise refused. mode: permissions, by default those of any new file.
-    Raises UserError if the file can't be written; an existing file is then unchanged.
+    replace: whether an existing file may be replaced. mode: the file's permissions; if None, those of any new file. Raises
+    UserError if the file can't be written; an existing file is then unchanged.
     """
     path = check_target(path, replace)
     temporary: str | None = None
@@ -45,7 +45,7 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """The absolute path of a file to write. Raises UserError if it is a folder, exists without `replace`, or has no folder."""
+    """Return a file's absolute path. Raises UserError if it is a folder, has no parent folder, or exists without `replace`."""
     try:
         path = path.expanduser().absolute()
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
@@ -62,7 +62,7 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Whether a file or a folder that is not empty exists at the typed path. Raises UserError if that can't be determined."""
+    """Return whether the typed path is a file or a non-empty folder. Raises UserError if the file system can't answer."""
     try:
         path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
@@ -71,7 +71,7 @@ def is_taken(typed: str) -> bool:
 
 
 def _rename_new(temporary: str, path: Path) -> None:
-    """Rename to a name that must not exist. A hard link, unlike a rename, fails if another process has just made that file."""
+    """Rename a file to a name that must be free. A hard link is used because it fails, unlike a rename, if the name is taken."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -83,7 +83,7 @@ def _rename_new(temporary: str, path: Path) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a new name survives a power failure. Does nothing if the system can't do that."""
+    """Flush a folder's entries to disk, so that a new file name survives a power failure. Systems that can't do so are ignored."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -96,7 +96,7 @@ def fsync_dir(folder: Path) -> None:
 
 
 def umask() -> int:
-    """The process's umask, read from /proc because `os.umask` would set it; 0o022 on a system without /proc."""
+    """Return the process's umask. It is read from /proc, because `os.umask` would change it; 0o022 on a system without /proc."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("Umask:"):

@@ -1,9 +1,9 @@
-"""Formats in which each block of a weight has one scale: their parts, shapes and bytes in a file. Does not import torch.
+"""Formats that have one scale for each block of a weight: their parts, shapes and bytes in a file. Does not import torch.
 
-A weight is treated as one or more matrices. A vector is one row. With three or more dimensions, a row is the last dimension if
-a block fits into it (the experts of a layer); otherwise a row is all dimensions but the first (a convolution). Blocks lie along
-rows. If blocks do not divide a matrix, the last ones are shorter, as in DeepSeek's files: codes keep the weight's shape, and
-the number of scales is rounded up.
+A weight is treated as one or more matrices. A vector is one row. With three or more dimensions, a row is the last dimension if a
+block fits into it (the experts of a layer); otherwise a row is all dimensions but the first (a convolution). Blocks lie along rows.
+If blocks do not divide a matrix, the last ones are shorter, as in DeepSeek's files: codes keep the weight's shape, and the number
+of scales is rounded up.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Packing = Literal["none", "nibbles", "words", "six bits"]
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The block size, scales and packing of a format."""
+    """The block size, scales and packing of a block format."""
 
     rows: int
     columns: int
     scale: str
     """torch's name for the dtype of a scale in a file. `uint8` means E8M0: the scale is 2 to the power of (byte - 127)."""
     rule: ScaleRule = "amax"
-    """How a scale is computed from the largest |value| of its block: see the format's module in `runtime/formats/`."""
+    """The rule that computes a scale from the largest |value| in its block; see the format's module in `runtime/formats/`."""
     tensor_scale: bool = False
     """Whether the whole tensor also has one float32 scale."""
     zero_points: bool = False
@@ -34,7 +34,7 @@ class Blocks:
     packing: Packing = "none"
     """How codes of less than a byte are packed in a file."""
     layout: str = ""
-    """The name of the checkpoint layout in which other programs read this format; "" if there is none."""
+    """The name of the checkpoint layout in which other programs read this format, or "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Part:
     """One of the tensors that store a weight in a file."""
 
     suffix: str
-    """What follows the weight's name in this tensor's name; "" for the codes."""
+    """The suffix of this tensor's name after the weight's name; "" for the codes."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
@@ -57,7 +57,7 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""In NVFP4 files, the tensor next to a weight that holds the scale of its layer's inputs: float32, 448 * 6 / max |input|."""
+"""The last part of the name of the NVFP4 tensor that holds a layer's input scale: 448 * 6 / max |input| in float32."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,
@@ -71,7 +71,7 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """The matrices that a weight is treated as for blocks of `columns`: (number of matrices, rows of each, width of a row)."""
+    """Return (number of matrices, rows of each, width of a row) for a weight with blocks of `columns` columns."""
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     if len(shape) == 2:
@@ -82,28 +82,28 @@ def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
 
 
 def scale_grid(shape: Sequence[int], blocks: Blocks) -> tuple[int, int]:
-    """The grid of a weight's scales: (rows, columns). The grids of several matrices are stacked in the rows."""
+    """Return the grid of a weight's scales as (rows, columns). The grids of several matrices are stacked, which adds their rows."""
     count, rows, width = matrices(shape, blocks.columns)
     return count * -(-rows // blocks.rows), -(-width // blocks.columns)
 
 
 def divides(shape: Sequence[int], blocks: Blocks) -> bool:
-    """Whether full blocks cover the weight exactly, so that no block is shorter than the others."""
+    """Return whether full blocks cover the weight exactly, so that no block is shorter than the others."""
     _, rows, width = matrices(shape, blocks.columns)
     return width % blocks.columns == 0 and rows % blocks.rows == 0
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """How many elements of the packed dtype hold a row of `width` codes."""
+    """Return how many elements of the packed dtype a row of `width` codes occupies."""
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """The tensors that store a weight of `shape` in a file: codes first, then scales, then any other tensors of the format.
+    """Return the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's other tensors.
 
-    codes: the dtype of codes that are not packed.
+    codes: the dtype of unpacked codes.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

@@ -1,4 +1,4 @@
-"""Default callbacks that do nothing. `help()` shows their names."""
+"""Default callbacks that do nothing. Each has a name that `help()` can show."""
 
 from __future__ import annotations
 
@@ -25,4 +25,4 @@ class Fixed(Generic[T]):
 
 
 ignore = Fixed("ignore", None)
-"""The default for progress callbacks: it ignores all progress."""
+"""The default for progress callbacks, which ignores all progress."""

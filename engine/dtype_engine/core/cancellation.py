@@ -1,4 +1,4 @@
-"""Cancels and pauses work. The work calls `cancelled()` between its steps."""
+"""Cancels and pauses work that calls `cancelled()` between its steps."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from dtype_engine.core.callbacks import Fixed
 _POLL_S = 0.05
 
 IsCancelled = Callable[[], bool]
-"""Returns whether the work must stop. It is called often, so it must be quick."""
+"""A function that returns whether the work must stop. It is called often, so it must be quick."""
 
 
 never = Fixed("never", False)
-"""The default for `cancelled` arguments: the work always runs to its end."""
+"""The default for `cancelled` arguments, which never stops the work."""
 
 
 class CancelToken:
-    """Pass it as `cancelled` to control work from any thread. Paused work waits in its next call of it, and loses nothing."""
+    """A token that pauses, resumes or stops work from any thread. The work calls the token, as `cancelled()`, between its steps.
+    While the work is paused, this call waits.
+    """
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()
@@ -26,7 +28,7 @@ class CancelToken:
         self._unpaused.set()
 
     def __call__(self) -> bool:
-        """Whether to stop. Blocks while paused."""
+        """Return whether the work must stop. Blocks while the work is paused."""
         while not self._unpaused.is_set() and not self._cancelled.is_set():
             self._unpaused.wait(_POLL_S)
         return self._cancelled.is_set()

@@ -1,9 +1,9 @@
 """The table of dtypes: names, bits, range, and the blocks of storage formats. This module never imports torch.
 
-Names are torch's. A storage dtype has one scale for each output channel; with `@tensor` appended, one for the whole tensor.
-Formats with a scale for each block have the names that quantisers and runtimes use; `block_formats` describes their blocks.
-Ranges are from the definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare
-them with `torch.finfo` and `ml_dtypes`.
+Names are torch's. A storage dtype has one scale for each output channel or, if its name ends in `@tensor`, one for the whole
+tensor. Formats with a scale for each block have the names that quantisers and runtimes use; `block_formats` describes their blocks.
+Ranges are from the definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them
+with `torch.finfo` and `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""Used in a rule instead of a dtype: keep the dtype that the tensor has in the checkpoint."""
+"""A rule can name this in place of a dtype, to keep the dtype that each tensor has in the checkpoint."""
 
 
 PER_TENSOR = "@tensor"
@@ -27,18 +27,18 @@ PER_TENSOR = "@tensor"
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One dtype. For a format with blocks, bits and range are those of one element, without the scales."""
+    """One dtype. For a block format, bits and range are those of one element, without the scales."""
 
     name: str
     short_name: str
     bits: int
     kind: Literal["float", "int", "bool", "complex"]
     safetensors: str | None
-    """The name in a safetensors header; None if there is none."""
+    """The name in a safetensors header, or None if safetensors lacks this dtype."""
     exponent: int = 0
-    """Bits of the exponent."""
+    """The number of exponent bits."""
     mantissa: int = 0
-    """Bits of the mantissa, without the implicit leading one."""
+    """The number of mantissa bits, without the implicit leading one."""
     max: float = 0.0
     """The largest finite value."""
     tiny: float = 0.0
@@ -47,7 +47,7 @@ class DType:
     """Whether the whole tensor has one scale."""
     blocks: Blocks | None = None
     code_dtype: str = ""
-    """torch's name for the dtype that holds the codes while a model runs; "" if it is the name itself."""
+    """torch's name for the dtype that holds the codes while a model runs; "" if it equals `name`."""
 
     @property
     def torch_name(self) -> str:
@@ -87,7 +87,7 @@ _TABLE = (
 )
 
 SCALE_BYTES = 4
-"""The scale of a channel or a tensor is a float32."""
+"""Bytes of the scale of one channel or tensor, which is a float32."""
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 _PER_TENSOR_SCALES = tuple(
@@ -150,15 +150,15 @@ BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENS
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
-"""The dtypes in which a forward pass computes, largest first."""
+"""The dtypes in which a forward pass can compute, largest first."""
 WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
 """Formats with one-byte codes and a float32 scale per output channel or per tensor; see `runtime/numerics/quantize.py`."""
 BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
-"""Formats with codes and scales, which are dequantized to a compute dtype when used."""
+"""Formats with codes and scales, whose weights are dequantized to a compute dtype when used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
-"""Everything a rule may cast to, besides `STORED`."""
+"""All dtypes that a rule may cast to, apart from `STORED`."""
 
 _ALIASES = {
     "half": "float16", "fp16": "float16", "bf": "bfloat16", "float": "float32", "single": "float32", "fp32": "float32",
@@ -170,7 +170,7 @@ _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def short_name(name: str) -> str:
-    """The short name of a dtype: `bf16` for `bfloat16`. A name that is not in the table is returned unchanged."""
+    """Return the short name of a dtype, such as `bf16` for `bfloat16`. A name that is not in the table is returned unchanged."""
     row = BY_NAME.get(name)
     return row.short_name if row else name
 
@@ -206,7 +206,7 @@ def parse_target(text: str) -> str:
 
 
 def completions(begun: str) -> list[str]:
-    """Completions of a dtype that the user has begun to type: short names if any match, otherwise full names."""
+    """Return completions for a partly typed dtype: short names if any match, otherwise full names."""
     whole = begun.strip().lower()
     names = {BY_NAME[name].short_name if name not in BLOCK_FORMATS else name: name for name in CASTABLE_DTYPES}
     known = [short for short, name in names.items() if short.startswith(whole)]
@@ -214,16 +214,16 @@ def completions(begun: str) -> list[str]:
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
-    """Whether a tensor of this shape gets one scale per output channel (its first dimension) in a storage dtype.
+    """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a storage dtype.
 
-    Tensors with two or more dimensions do, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
+    A tensor with two or more dimensions does, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
     """
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
-    """How many scales a tensor of this shape has in a storage dtype, without NVFP4's additional scale of the whole tensor."""
+    """Return how many scales a tensor of this shape has in a storage dtype, not counting NVFP4's additional tensor scale."""
     blocks = BY_NAME[dtype].blocks
     if blocks is not None:
         return math.prod(scale_grid(shape, blocks))
@@ -231,15 +231,15 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Whether a format's blocks do not divide a tensor of this shape, so that its last blocks are shorter."""
+    """Return whether a format's blocks do not divide a tensor of this shape, so that the last blocks are shorter."""
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Whether runtimes that compute in this format also round activations to it.
+    """Return whether runtimes that compute in this format also round activations to it.
 
-    They do for fp8, int8, MX and NVFP4. For grouped integers they keep activations unquantized (W4A16, W8A16).
+    They do so for fp8, int8, MX and NVFP4, but not for group-quantized integers (W4A16, W8A16).
     """
     row = BY_NAME.get(dtype)
     if row is None or dtype not in STORAGE_DTYPES:
@@ -248,7 +248,7 @@ def quantizes_activations(dtype: str) -> bool:
 
 
 def block_words(dtype: str) -> str:
-    """A short description of a format's blocks and scales for the user; "" for a dtype without blocks."""
+    """Return a short description of a format's blocks and scales for the user, or "" for a dtype without blocks."""
     blocks = BY_NAME[dtype].blocks if dtype in BY_NAME else None
     if blocks is None:
         return ""
@@ -259,7 +259,7 @@ def block_words(dtype: str) -> str:
 
 
 def nbytes_in(shape: Sequence[int], dtype: str) -> int:
-    """Bytes in a file of a tensor of `shape` after a cast to `dtype`, with scales, and with codes of less than a byte packed."""
+    """Return the number of bytes of a tensor of `shape` in a file after a cast to `dtype`, scales included and codes packed."""
     row = BY_NAME[dtype]
     if row.blocks is not None:
         return sum(part.nbytes for part in parts(shape, row.blocks, row.bits, row.torch_name))
@@ -268,7 +268,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """The smallest compute dtype that can represent all values of the compute dtypes in `stored`; float32 if there are none."""
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if it has none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

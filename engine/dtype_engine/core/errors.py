@@ -1,4 +1,4 @@
-"""Exceptions whose messages are written for the user. Each is one sentence: what went wrong, where, and what to do."""
+"""Exceptions whose messages are written for the user. Each message is one sentence: what went wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dtype_engine.core.text import printable
 
 
 def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> str:
-    """The message of an exception as one printable line of at most `most` characters; its type's name if the message is empty.
+    """Return an exception's message as one printable line of at most `most` characters, or its type's name if the message is empty.
 
     with_type: put the type's name before the message, as in "KeyError: 'weight'".
     """
@@ -29,7 +29,7 @@ class UserError(Exception):
 
     @property
     def sentence(self) -> str:
-        """The message with placeholders for its hints, so that the app can fill in keys where the command line has options."""
+        """Return the message with placeholders for hints, which the app fills with keys and the command line with options."""
         return super().__str__()
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class TooSlow(PatternError):
 
 
 class NoForward(UserError):
-    """This model can't be run here; the message says why, and what would make a forward pass possible.
+    """This model can't be run here. The message says why, and what would make a forward pass possible.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Handles model code that calls `sys.exit`: it becomes an ordinary error and does not end this program."""
+"""Turns a call of `sys.exit` by a model's code into an ordinary error, so that it does not end this program."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class ExitCalled(RuntimeError):
 
 @contextmanager
 def exits_as_errors() -> Iterator[None]:
-    """Turn a SystemExit in the block, which runs a model's code, into an `ExitCalled`.
+    """Turn a SystemExit that a model's code raises in the block into an `ExitCalled`.
 
-    `except Exception` does not catch SystemExit, so it would end the program without a message, with a status that the model's
-    code chose. Status 0 would then wrongly mean that the user's limit was met.
+    `except Exception` does not catch SystemExit, so it would end the program without a message, with a status that the model's code
+    chose. Status 0 would then wrongly mean that the user's limit was met.
     """
     try:
         yield

@@ -1,9 +1,9 @@
-"""Locks on unfinished exports, which distinguish what a killed process left behind from what a running one still writes.
+"""Locks on unfinished exports, which distinguish the remains of a killed process from files that a running process is writing.
 
 An export to `out` is written to a folder next to it, `.out.partial-HOST.*`. A folder that it replaces is moved to
 `.out.replaced-HOST.*` until the new one is in place. The writer holds a lock on both. The system releases a lock when its process
-ends for any reason, and unlike a process ID a lock is never reused by another process. The names include the host, because
-locks may not work across a network file system.
+ends for any reason, and unlike a process ID a lock is never reused by another process. The names include the host, because locks
+may not work across a network file system.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 PARTIAL, REPLACED = "partial", "replaced"
 OLD = "old"
-"""The name, inside the `replaced` folder, of the folder that is being replaced."""
+"""The name of the replaced export inside its `.replaced` folder."""
 _UNLOCKED_S = 60.0
-"""Seconds for which a new folder may be empty and unlocked; a running process fills or locks it sooner."""
+"""Seconds after which an empty, unlocked folder counts as abandoned. A running process fills or locks its folder sooner."""
 
 
 @contextmanager
@@ -40,8 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """A new name for a folder next to an export's target. The writer knows the name before it makes the folder, so it can remove
-    the folder whenever a signal arrives.
+    """Return a new name for a folder next to an export's target. The writer knows the name before it creates the folder, so it can
+    remove the folder whenever a signal arrives.
     """
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 
@@ -53,7 +53,7 @@ def _prefix(target: Path, purpose: str) -> str:
 def recover_stale(target: Path) -> None:
     """Clean up after exports to `target` on this machine whose processes have ended.
 
-    Unfinished folders are removed. A folder that was being replaced is moved back to `target` if nothing else is there.
+    Unfinished folders are removed. A folder that was being replaced is moved back to `target` if that path is free.
     """
     ours = re.compile(
         "|".join(f"{re.escape(_prefix(target, purpose))}[0-9a-f]{{16}}" for purpose in (PARTIAL, REPLACED))

@@ -1,4 +1,4 @@
-"""Turns the garbage collector off while code makes many objects that stay alive."""
+"""Turns the garbage collector off while code creates many long-lived objects."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def gc_paused(freeze: bool = False) -> Iterator[None]:
-    """Turn the garbage collector off during the block. Use it for code that makes very many long-lived objects, which the
-    collector would otherwise scan again and again without freeing any.
+    """Turn the garbage collector off during the block. Use it for code that creates very many long-lived objects, which the
+    collector would otherwise scan repeatedly without freeing any.
 
-    freeze: exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as
-    long as the program. Only the first such block of a process freezes, so that models which are opened later can be freed.
+    freeze: exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as long
+    as the program. Only the first such block of a process freezes, so that models opened later can be freed.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -7,7 +7,7 @@ import sys
 
 
 def trim_heap() -> None:
-    """Return freed memory to the system. glibc otherwise keeps it, and the process would still appear as large as before."""
+    """Return freed memory to the system. glibc would otherwise keep it, and the process would seem as large as before."""
     if sys.platform.startswith("linux"):
         try:
             ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""Hints in messages: what the user can do, which is an option on the command line and a key in the app.
+"""Hints in messages. A hint says what the user can do: it names an option on the command line and a key in the app.
 
 A message contains a placeholder, as in "m takes no sounds; {hint:no-sound}". `fill_hints` replaces it when the message is shown.
 """
@@ -22,11 +22,11 @@ _PLACE = re.compile(r"\{hint:([a-z-]+)\}")
 
 
 def hint(name: HintName) -> str:
-    """The placeholder of a hint in a message."""
+    """Return the placeholder that a message contains for a hint."""
     return f"{{hint:{name}}}"
 
 
 def fill_hints(sentence: str, words: Mapping[HintName, str]) -> str:
-    """A message with the placeholders of its hints replaced. Other braces, such as those in a file's name, stay."""
+    """Return a message with its hint placeholders replaced. Other braces, such as those in a file name, stay."""
     by_name = {str(name): text for name, text in words.items()}
     return _PLACE.sub(lambda found: by_name.get(found[1], found[0]), sentence)

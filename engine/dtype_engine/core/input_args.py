@@ -1,4 +1,4 @@
-"""Checks input files, and parses the line in which the user of the app types the inputs of a model."""
+"""Checks input files, and parses the line in which the user of the app types a model's inputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
 
 
 def check_files(options: Options) -> None:
-    """Raise UserError for an input file that can't be read, or for inputs that exclude each other, before anything is loaded."""
+    """Raise UserError, before anything is loaded, for an input file that can't be read or for inputs that exclude each other."""
     for path in options.texts:
         read_text(path)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
@@ -35,10 +35,10 @@ def check_files(options: Options) -> None:
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:
-    """The options with the inputs that a line names: a prompt, or the paths of text, image, sound or tensor files.
+    """Return the options with the inputs that a line names: a prompt, or the paths of text, image, audio or tensor files.
 
-    New text replaces the earlier text, new images replace the earlier images, and a tensor file replaces all other inputs. An
-    empty line restores the defaults. Raises UserError for a file that can't be read.
+    New text replaces the earlier text, new images replace the earlier images, and a tensor file replaces all other inputs. An empty
+    line restores the defaults. Raises UserError for a file that can't be read.
     """
     text = line.strip()
     if not text:
@@ -77,7 +77,7 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """The files that a line names; None if it is a prompt. Raises UserError if all words look like files and one is missing."""
+    """Return the files that a line names; None for a prompt. Raises UserError if all words look like files but one is missing."""
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

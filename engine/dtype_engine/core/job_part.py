@@ -7,7 +7,8 @@ from functools import partial
 
 
 def part_of(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int) -> Callable[[int], None]:
-    """A callback for the part named `what`: given the work done in the part, it calls `on_progress(what, done, total)` for the job.
+    """Return a callback for one part of a job. Given the work done in the part, it calls `on_progress(what, done, total)` with the
+    work done in the whole job.
 
     before: the work that the job had done when the part began.
     """

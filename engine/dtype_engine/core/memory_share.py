@@ -1,4 +1,4 @@
-"""How much memory this process may use for caches, whose contents it could compute again."""
+"""Limits the memory that this process uses for caches, whose contents it could compute again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _processes = 1
 
 
 def share_memory(processes: int) -> None:
-    """Set how many processes share the machine's memory; each then gets an equal part of the budget."""
+    """Set how many processes share the machine's memory. Each then gets an equal part of the budget."""
     global _processes
     _processes = processes
 
 
 def memory_budget() -> int:
-    """The budget in bytes: a quarter of the memory that is free now, divided by the number of processes that share it."""
+    """Return the budget for caches in bytes: a quarter of the free memory, divided by the number of processes that share it."""
     return int(psutil.virtual_memory().available // 4 // _processes)

@@ -1,4 +1,4 @@
-"""Progress of opening a model. Imports take nearly all of the time, so progress is the number of imported Python modules."""
+"""Reports the progress of opening a model. Imports take nearly all of the time, so progress is the number of imported modules."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import threading
 from collections.abc import Callable
 
 _MODULES = {"checkpoint": 3000, "python": 1300}
-"""About how many Python modules are imported once a model of each kind is open. transformers 5.23 brings 3,003; a Python file
-that builds its own model may not import transformers.
+"""About how many Python modules are imported once a model of each kind is open. transformers 5.23 imports 3,003; a Python file that
+builds its own model may not import transformers.
 """
 _INTERVAL_S = 0.2
 _MOST = 0.95
-"""The largest share that imports alone can reach, because the model and its inputs are made after them."""
+"""The largest fraction of the opening progress that imports may account for; building the model and its inputs comes later."""
 
 READING_INPUTS = "reading the inputs"
-"""The last step. Its time depends on the length of the inputs and not on imports, so its total is unknown."""
+"""The name of the last step. Its time depends on the length of the inputs and not on imports, so its total is unknown."""
 
 
 class OpeningProgress:
     """Calls `report(step, done, total)` when a step begins, and then five times a second until the `with` block ends.
 
-    Imports report no progress themselves, so a separate thread makes these calls. A total of 0 means that it is unknown.
+    Imports report no progress themselves, so a separate thread makes these calls. A total of 0 means that the total is unknown.
     """
 
     def __init__(self, report: Callable[[str, int, int], None], kind: str) -> None:
@@ -33,7 +33,7 @@ class OpeningProgress:
         self._thread = threading.Thread(target=self._watch, name="dtype-engine-opening", daemon=True)
 
     def __call__(self, step: str) -> None:
-        """Begin the step that `step` describes in a few words."""
+        """Begin a step. `step` describes it in a few words."""
         self._step = step
         self._report_now()
 

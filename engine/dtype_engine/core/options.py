@@ -13,7 +13,7 @@ ClassesDim = int | Literal["auto", "none"]
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """How the candidate is run. The reference ignores these settings.
+    """The settings with which the candidate, the cast model, is run. The reference ignores them.
 
     Example:
         >>> print(de.RunSettings(autocast="bfloat16"))
@@ -21,9 +21,9 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which storage-only weights are dequantized if no activation determines it."""
+    """The dtype to which storage-only weights are dequantized if no activation determines the dtype."""
     autocast: Literal["bfloat16", "float16"] | None = None
-    """Run under `torch.autocast` in this dtype; None runs without autocast."""
+    """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""
     float_inputs: Literal["given", "model"] = "given"
     """Whether floating-point inputs stay unchanged ("given") or are cast to the dtype of the model's first weight ("model"), as
     `inputs.to(model.dtype)` does.
@@ -38,7 +38,7 @@ class RunSettings:
     """
 
     def of_weights(self) -> RunSettings:
-        """These settings without autocast and `float_inputs`, which do not depend on single weights; for scans and causes."""
+        """Return these settings, for scans and causes, without autocast and `float_inputs`, which concern no single weight."""
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
@@ -53,7 +53,7 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How to open and run a model.
+    """The options for opening and running a model.
 
     Example:
         >>> de.Options(device="cpu", sequence_length=128).sequence_length
@@ -61,47 +61,47 @@ class Options:
     """
 
     device: str = "auto"
-    """The torch device: "cpu", "cuda", or "auto", which uses cuda if it works."""
+    """The torch device: "cpu", "cuda", or "auto", which is cuda if cuda works."""
     prompts: tuple[str, ...] = ()
     """Calibration prompts. Each is one sequence, or several if it is long."""
     texts: tuple[Path, ...] = ()
     """Calibration text files, split like prompts. Each line of a `.jsonl` file is an object with `text`, `prompt` or `messages`."""
     chat: bool = False
-    """Format prompts as a user's messages with the tokenizer's chat template."""
+    """Whether to format prompts as a user's messages with the tokenizer's chat template."""
     sequence_length: int | None = None
-    """The most tokens that a sequence may have."""
+    """The maximum number of tokens in a sequence."""
     sequences: int | None = None
-    """The most sequences that are run."""
+    """The maximum number of sequences to run."""
     images: tuple[Path, ...] = ()
     """Image files for the model's own processor."""
     audio: tuple[Path, ...] = ()
-    """Sound files for the model's own processor."""
+    """Audio files for the model's own processor."""
     tensors: Path | None = None
-    """A file with all arguments of the forward pass by name, used instead of the other inputs."""
+    """A file with all arguments of the forward pass by name, which replaces all other inputs."""
     weights: Path | None = None
-    """A checkpoint to load into the module of a Python file."""
+    """A checkpoint to load into the module that a Python file defines."""
     architecture: str | None = None
-    """The class of the module that a checkpoint is loaded into; None for the class that its config.json names."""
+    """The class of the module to load a checkpoint into. If None, config.json names the class."""
     trust_pickle: bool = False
-    """Allow unpickling the model's files, which can run any code that they contain."""
+    """Whether to allow unpickling the model's files, which can run any code that they contain."""
     random_weights: bool = False
-    """Run a model although its files lack weights, which are then random. Otherwise it opens without a forward pass."""
+    """Whether to run a model although its files lack weights, which are then random. Otherwise it opens without a forward pass."""
     download: bool = False
-    """Download a model that is not in the local cache."""
+    """Whether to download a model that is not in the local cache."""
     trust_remote_code: bool = False
-    """Allow running the Python code that comes with the model."""
+    """Whether to allow running the Python code that comes with the model."""
     reference_bytes: int | None = None
-    """The most bytes of reference outputs kept for later measurements; None: a quarter of the free memory, at most 2 GiB."""
+    """Maximum number of bytes of reference outputs kept for later measurements. If None, 1/4 of the free memory, at most 2 GiB."""
     precision: float | None = None
-    """The relative standard error of the drift at which a measurement stops; None to run all inputs."""
+    """The relative standard error of the drift at which a measurement stops. If None, all inputs are run."""
     floor: Literal["auto", "always", "never"] = "auto"
-    """When to measure the noise floor. "auto": if a drift report is near it, or when the engine is otherwise idle."""
+    """When to measure the noise floor. "auto": when a measured drift is near the floor, or when the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
-    """In which sequences modules' outputs are compared. "some": the first, and more up to a sixth of the inputs. "exact": all."""
+    """In which sequences modules' outputs are compared. "some": at least the first, up to 1/6 of the inputs. "exact": all."""
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
-    """How many threads torch computes with; None for torch's default."""
+    """The number of threads that torch computes with. If None, torch's default."""
     workers: int | str | None = None
     """Where the app runs scans, causes and measurements of several recipes: in this many processes, or on the cluster at an address
-    such as `tcp://HOST:8786`; None for the app's single engine. A `Session` always works in its own process.
+    such as `tcp://HOST:8786`. If None, in the app's single engine. A `Session` always works in its own process.
     """

@@ -16,7 +16,7 @@ _LONGEST_NUMBER = 100
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """`SafeLoader` without anchors and aliases, and with limits on nesting and on the digits of a number."""
+    """A `SafeLoader` that refuses anchors, aliases, deep nesting and numbers with too many digits."""
 
     _depth = 0
 
@@ -35,7 +35,7 @@ class _PlainLoader(yaml.SafeLoader):
             self._depth -= 1
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Raises MarkedYAMLError for a value that its type does not allow, such as the 45th day of a month."""
+        """Construct a value. Raises MarkedYAMLError for a value that its type does not allow, such as the 45th day of a month."""
         try:
             if node.tag == "tag:yaml.org,2002:int" and len(str(node.value)) > _LONGEST_NUMBER:
                 raise ValueError("so many digits")

@@ -18,7 +18,7 @@ _PIECE_BYTES = 1 << 20
 def open_regular(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
-    Raises UserError for anything else (opening a named pipe would block, a device might never end), and OSError if it can't open.
+    Raises UserError for anything else (opening a named pipe would block, a device might never end), and OSError if opening fails.
     """
     _refuse_special(path, os.stat(path))
     number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -31,7 +31,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """The whole content of a file. Raises UserError and OSError as `open_regular` does; UserError also above `most` bytes."""
+    """Return the whole content of a file. Raises UserError if it exceeds `most` bytes, and the errors of `open_regular`."""
     content = bytearray()
     with open_regular(path) as file:
         # A single read of `most` bytes would allocate that much memory even for a small file.
@@ -44,7 +44,7 @@ def read_regular(path: Path, most: int) -> bytes:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn an OSError of the block into a UserError that says it can't read `what`: a path, or a phrase that names one."""
+    """Turn an OSError in the block into a UserError that says "can't read `what`". what: a path, or a phrase that names one."""
     try:
         yield
     except OSError as error:
@@ -59,7 +59,7 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 text file. Raises UserError if it can't be read, is not UTF-8 or is empty."""
+    """Return the content of a UTF-8 text file. Raises UserError if the file can't be read, is not UTF-8 or is empty."""
     try:
         with reading(path), open_regular(path) as file:
             text = io.TextIOWrapper(file, encoding="utf-8").read()

@@ -1,4 +1,4 @@
-"""Splits work over jobs that run independently, such as the tasks of a Slurm job array."""
+"""Splits work into shares for jobs that run independently, such as the tasks of a Slurm job array."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse `3/16`, or `slurm`, which takes the share from the environment variables of a Slurm job array. Raises UserError."""
+        """Parse `3/16`, or `slurm`, which reads the share from the environment variables of a Slurm job array. Raises UserError."""
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
@@ -51,7 +51,7 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """This shard's share of `parts`: every `count`-th part. Neighbours take similar time, so this balances the shards."""
+        """Return this shard's share of `parts`: every `count`-th part. Neighbours take similar time, so this balances shards."""
         return parts[self.number - 1 :: self.count]
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 200
-"""Longest name compared, in characters: the time grows with the square of the length, and typed names are shorter."""
+"""Maximum length in characters of a name to compare. The time grows with the square of the length, and typed names are shorter."""
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The known name most similar to `word`; None if no similarity (0 to 1, as `difflib` defines it) reaches `cutoff`."""
+    """Return the known name most similar to `word`, or None if no similarity (0 to 1, as `difflib` defines it) reaches `cutoff`."""
     import difflib  # imported only when there is a mistake to correct
 
     if len(word) > _LONGEST:

@@ -6,7 +6,7 @@ _BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x20
 
 
 def printable(text: str, limit: int = 80) -> str:
-    """`text` cut to `limit` characters, with all control and text-direction characters escaped."""
+    """Return `text` cut to `limit` characters, with all control and text-direction characters escaped."""
     clipped = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(
         character if character.isprintable() and character not in _BIDIRECTIONAL else _escaped(character)
@@ -15,7 +15,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def without_controls(text: str) -> str:
-    """`text` with every character escaped that `printable` escapes, except line breaks."""
+    """Return `text` with the same characters escaped as in `printable`, except line breaks."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 

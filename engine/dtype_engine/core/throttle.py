@@ -11,7 +11,7 @@ INTERVAL_S = 0.1
 class Throttle:
     """Allows one report per `every` times `INTERVAL_S` seconds.
 
-    first: whether a report is due at once, or only after the first interval.
+    first: whether the first report is due at once, and not only after an interval.
     """
 
     def __init__(self, first: bool = True, every: float = 1.0) -> None:
@@ -19,7 +19,7 @@ class Throttle:
         self._last = -math.inf if first else time.perf_counter()
 
     def due(self, last: bool = False) -> bool:
-        """Whether to report now. `last`: this is the final report, which is always due."""
+        """Return whether a report is due now. last: whether this is the final report, which is always due."""
         now = time.perf_counter()
         if not last and now - self._last < self._every * INTERVAL_S:
             return False

@@ -1,7 +1,7 @@
-"""A model's modules and tensors as a tree: the screen shows it and patterns are matched against it. Does not import torch.
+"""A model's modules and tensors as a tree, which the screen shows and patterns are matched against. Does not import torch.
 
-The first tree of a checkpoint is made from its headers (`from_tensors`), without module classes. Once the live model exists, a
-second tree is made from it (`runtime.model.live`), which adds module classes, tied weights and buffers.
+A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the live model exists, a second
+tree is built from it (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations
@@ -21,32 +21,34 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
-"""The most parts, separated by dots, that a module's name may have: the tree's memory grows with the square of this number."""
+"""Maximum number of dot-separated parts in a module's name. The tree's memory grows with the square of this number."""
 Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of the model as it is stored, before any cast."""
+    """One tensor of the model as stored, before any cast."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     kind: Kind = "parameter"
     aliases: tuple[str, ...] = ()
-    """The other names of a tied weight, which is one tensor: it is listed and counted once, under `name`."""
+    """The other names of a tied weight. The weight is one tensor, listed and counted once under `name`."""
     packed_bytes: int | None = None
-    """Bytes as stored, for a dtype whose bytes only the file format knows, such as GGUF's blocks."""
+    """Bytes as stored, for a dtype whose size only the file format knows, such as GGUF's blocks."""
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, if its dtype alone is not the reason: for example, it is part of a quantised weight."""
+    """Why the tensor is never cast, unless its dtype alone is the reason. For example, it is part of a quantised weight."""
     quantized: bool = False
-    """Whether its dtype is a storage-only one and the file also holds its scales, as in a checkpoint that this program exported."""
+    """Whether the tensor has a storage-only dtype and the file also holds its scales, as in this program's own exports."""
     made_on_load: bool = False
-    """Whether the model makes this tensor and the files do not hold it; its bytes then count as neither stored nor planned."""
+    """Whether the model creates this tensor and the files do not hold it. Its bytes then count as neither stored nor planned."""
     stored_as: tuple[str, ...] = ()
-    """Its names in the files, if they differ from `name`: several if the model packs several tensors. Patterns match either."""
+    """The tensor's names in the files if they differ from `name`; several if the model packs several stored tensors into one.
+    Patterns match `name` and these names.
+    """
     logical_numel: int | Literal["unknown"] | None = None
-    """For a part of a quantised weight: how many parameters it represents. None: as many as it has elements."""
+    """The number of parameters that a part of a quantised weight represents. If None, it is the tensor's number of elements."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes as stored, scales included."""
@@ -68,38 +70,38 @@ class TensorInfo:
 
     @property
     def parameters(self) -> int:
-        """How many parameters the tensor represents; 0 for a buffer, and if the number is unknown."""
+        """How many parameters the tensor represents; 0 for a buffer or if the number is unknown."""
         if self.kind != "parameter" or self.logical_numel == "unknown":
             return 0
         return self.numel if self.logical_numel is None else self.logical_numel
 
     @property
     def counted(self) -> bool:
-        """Whether its bytes count as stored and planned bytes."""
+        """Whether this tensor's bytes count as stored and planned bytes."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change its dtype. Only tensors in a compute dtype, and blocks that can be dequantized, are cast."""
+        """Whether a rule may change the tensor's dtype. Only tensors in a compute dtype and dequantizable blocks are cast."""
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All its names: its own first, then its aliases."""
+        """All names of the tensor: `name` first, then its aliases."""
         return (self.name, *self.aliases)
 
 
 @dataclass(slots=True)
 class Module:
-    """A node of the tree."""
+    """A module of the model, which is a node of the tree."""
 
     name: str
     class_name: str | None = None
     children: dict[str, Module] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    """The tensors that the module itself holds, by local name. An alias of a tied weight has the tensor that it is tied to."""
+    """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """Why the module stays in float32: the declaration in the model's code, in words; None if there is none."""
+    """The declaration in the model's code that keeps this module in float32, in words, or None if there is none."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -107,7 +109,7 @@ class Module:
 
     @property
     def label(self) -> str:
-        """The last part of the dotted name."""
+        """The last part of the module's dotted name."""
         return self.name.rpartition(".")[2]
 
 
@@ -120,12 +122,12 @@ class Totals:
     parameters: int = 0
     """The number of parameters, including the values that packed weights represent."""
     buffers: int = 0
-    """Elements of persistent buffers, which are not parameters."""
+    """The number of elements in persistent buffers, which are not parameters."""
     unknown: int = 0
-    """How many packed weights represent an unknown number of values."""
+    """The number of packed weights that represent an unknown number of values."""
     tied: dict[str, int] = field(default_factory=dict)
-    """Bytes per dtype of tied weights that are below the module only as an alias. No other total includes them, so that totals of
-    children add up to the total of their parent.
+    """Bytes per dtype of tied weights that are below the module only as an alias. No other total includes them, so that the totals
+    of a module's children add up to the module's total.
     """
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
@@ -141,7 +143,7 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """(dtype, its share of the bytes from 0 to 1), largest share first. A module with only tied weights shows their dtypes."""
+        """Pairs of a dtype and its share of the bytes (0 to 1), largest first. If a module has only tied weights, their dtypes."""
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]
@@ -149,7 +151,7 @@ class Totals:
 
 
 class NodeTotals(Mapping[str, Totals]):
-    """The totals of every module of a tree, by name. Each is computed on access.
+    """The totals of every module of a tree, by name, each computed on access.
 
     Running sums per dtype over `Tree.order` are kept; a module's totals are the difference between two positions of each sum.
     """
@@ -202,8 +204,8 @@ class NodeTotals(Mapping[str, Totals]):
 class Tree:
     """A model's modules and tensors by name, in the model's own order.
 
-    `tensors` holds every distinct tensor once, by its canonical name; `canonical` also finds a tied weight by its aliases.
-    `order` lists the tensors depth first, as they are shown. `by_number` sorts numbered modules by their numbers.
+    `tensors` holds every distinct tensor once, by its canonical name; `canonical` also finds a tied weight by its aliases. `order`
+    lists the tensors depth first, as the screen shows them. `by_number` sorts numbered modules by their numbers.
     """
 
     def __init__(
@@ -225,7 +227,7 @@ class Tree:
             for name in tensor.aliases:
                 self._canonical[name] = tensor.name
         self.renamed = tuple(tensor for tensor in self.tensors.values() if tensor.stored_as)
-        """The tensors that have different names in the files."""
+        """The tensors whose names in the files differ from their names in the model."""
         self._tied = [tensor for tensor in self.tensors.values() if tensor.aliases]
         self.order: list[TensorInfo] = []
         if by_number:
@@ -243,7 +245,7 @@ class Tree:
         )
 
     def _put_in_order(self) -> None:
-        """Fill `order` with the distinct tensors, depth first, and set each module's range in it."""
+        """Fill `order` with the distinct tensors, depth first, and set each module's range in `order`."""
         stack: list[tuple[Module, bool]] = [(self.root, False)]
         while stack:
             node, done = stack.pop()
@@ -280,17 +282,17 @@ class Tree:
         return made
 
     def canonical(self, name: str) -> TensorInfo | None:
-        """The tensor with this name or alias; None if there is none."""
+        """Return the tensor with this name or alias, or None if no tensor has it."""
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Every distinct tensor at or below a module, in order. Tied weights that are there only as an alias come last."""
+        """Yield every distinct tensor at or below a module, in order. Tied weights with only an alias below the module are last."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)
 
     def tied_into(self, module: str) -> list[TensorInfo]:
-        """Tied weights that are at or below a module only as an alias, because their canonical name is elsewhere."""
+        """Return the tied weights that have an alias below a module, but their canonical name elsewhere."""
         inside = f"{module}." if module else ""
         return [
             tensor
@@ -299,7 +301,7 @@ class Tree:
         ]
 
     def walk(self, module: str = "") -> Iterator[Module]:
-        """A module and all modules below it, depth first, in the order in which they are shown."""
+        """Yield a module and all modules below it, depth first, as the screen shows them."""
         stack = [self.modules[module]]
         while stack:
             node = stack.pop()
@@ -313,7 +315,7 @@ class Tree:
 
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
-        """The names of all modules and distinct tensors, depth first as they are shown, and the same names in lower case."""
+        """The names of all modules and distinct tensors, depth first as the screen shows them, and the same names in lower case."""
         names: list[str] = []
         for node in self.walk():
             prefix = f"{node.name}." if node.name else ""
@@ -324,7 +326,7 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Running sums over `order`: parameters, elements of persistent buffers, and packed weights with an unknown size."""
+        """Running sums over `order`: parameters, elements of persistent buffers, and packed weights of unknown size."""
         parameters, buffers, unknown = [0], [0], [0]
         for tensor in self.order:
             parameters.append(parameters[-1] + tensor.parameters)
@@ -338,29 +340,29 @@ class Tree:
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
-        """Totals per module in the planned dtypes (by tensor name); in the stored dtypes for tensors without a planned one."""
+        """Return the totals of every module. planned: dtypes by tensor name; other tensors count in their stored dtype."""
         return NodeTotals(self, planned)
 
 
 def is_number(part: str) -> bool:
-    """Whether one part of a dotted name is a number, which counts layers or experts: `3` in `model.layers.3.mlp`."""
+    """Return whether one part of a dotted name is a number that counts layers or experts, such as `3` in `model.layers.3.mlp`."""
     return part.isdecimal()
 
 
 def numbered_parts(name: str) -> list[int]:
-    """Indices of the parts of a dotted name that are numbers: [2] for `model.layers.3.mlp`."""
+    """Return the indices of the number parts in a dotted name: [2] for `model.layers.3.mlp`."""
     return [index for index, part in enumerate(name.split(".")) if is_number(part)]
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """The names of the modules above a dotted name, from its parent up to the root ("")."""
+    """Yield the names of the modules above a dotted name, from its parent up to the root ("")."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
 def from_tensors(tensors: Iterable[TensorInfo]) -> Tree:
-    """A tree made only from tensors, without module classes or ties.
+    """Build a tree from tensors alone, without module classes or ties.
 
     Files often list tensors alphabetically, so numbered modules are sorted by their numbers.
     """

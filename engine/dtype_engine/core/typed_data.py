@@ -1,4 +1,4 @@
-"""Validates data from JSON or YAML against the types of a class before it is used."""
+"""Validates data from JSON or YAML against the types of a class before the data is used."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def as_type(data: object, kind: type[T]) -> T:
 
 
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
-    """Raise UserError for the first unknown name. It suggests the nearest known name, or lists them all if none is near."""
+    """Raise UserError for the first unknown name. The message suggests the nearest known name, or lists all if none is near."""
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
@@ -45,7 +45,7 @@ def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -
 
 
 def as_plain(data: object) -> Any:
-    """Convert a struct or dataclass, with everything in it, to plain JSON types.
+    """Convert a struct or dataclass, including nested ones, to plain JSON types.
 
     Paths become absolute, because the result may be read from another working directory.
     """

@@ -6,7 +6,7 @@ import math
 
 
 def human_bytes(size: float) -> str:
-    """A number of bytes as text, such as `1.42 MiB`."""
+    """Return a number of bytes as text, such as `1.42 MiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024 or unit == "TiB":
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
@@ -15,7 +15,7 @@ def human_bytes(size: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """A count as text, such as `707.8 k`, `6.7 G` or `1.0 T`. A billion is `G`, because `B` could be read as bytes."""
+    """Return a count as text, such as `707.8 k`, `6.7 G` or `1.0 T`. A billion is `G`, because `B` could be read as bytes."""
     for unit in ("", " k", " M", " G", " T"):
         if abs(count) < (999.95 if unit else 999.5) or unit == " T":
             return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
@@ -24,7 +24,7 @@ def human_count(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """A share from 0 to 1 as whole percents. Only exactly 0 is shown as `0` and only exactly 1 as `100`."""
+    """Return a share from 0 to 1 as a whole number of percent. Only exactly 0 is shown as `0`, and only exactly 1 as `100`."""
     if 0 < share < 0.01:
         return "<1"
     if 0.99 < share < 1:
@@ -33,14 +33,14 @@ def percent(share: float) -> str:
 
 
 def change_text(before: int, after: int) -> str:
-    """The change between two numbers of bytes, such as `54.9 % less`; "" if `before` is 0 or nothing changes."""
+    """Return the change between two numbers of bytes, such as `54.9 % less`, or "" if `before` is 0 or equals `after`."""
     if not before or before == after:
         return ""
     return f"{100 * abs(after / before - 1):.1f} % {'less' if after < before else 'more'}"
 
 
 def share_text(count: int, whole: int) -> str:
-    """A count and its share of `whole`: `1.2 M 3.4 %`; only the count for shares below 0.1 %, and `-` for a count of 0."""
+    """Return a count and its share of `whole`, as in `1.2 M 3.4 %`. A share below 0.1 % is left out; a count of 0 is `-`."""
     if not count:
         return "-"
     share = 100 * count / whole
@@ -48,19 +48,19 @@ def share_text(count: int, whole: int) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A duration as text, such as `12.3 ms` or `1.24 s`."""
+    """Return a duration as text, such as `12.3 ms` or `1.24 s`."""
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def time_left(seconds: float) -> str:
-    """An estimated remaining time, such as `12 s`, `3 min` or `1.5 h`, rounded coarsely because it is an estimate."""
+    """Return an estimated remaining time, such as `12 s`, `3 min` or `1.5 h`. It is rounded coarsely because it is an estimate."""
     if seconds < 59.5:
         return f"{max(1, round(seconds))} s"
     return f"{round(seconds / 60)} min" if seconds < 3570 else f"{seconds / 3600:.1f} h"
 
 
 def decibels(value: float | None) -> str:
-    """A ratio in decibels, such as `46.50 dB`. Infinity is `exact`; None, NaN and minus infinity are described in words."""
+    """Return a ratio in decibels, such as `46.50 dB`. Infinity is `exact`; None, NaN and minus infinity are described in words."""
     if value is None:
         return "not comparable"
     if math.isnan(value):
@@ -71,15 +71,15 @@ def decibels(value: float | None) -> str:
 
 
 def percent_with_error(share: float, error: float | None) -> str:
-    """A share and its error, both from 0 to 1, as percents: `99.12 ± 0.08 %`."""
+    """Return a share and its error, both from 0 to 1, in percent: `99.12 ± 0.08 %`."""
     return f"{100 * share:.2f}" + (f" ± {100 * error:.2f} %" if error is not None else " %")
 
 
 def plural(count: int, noun: str) -> str:
-    """A count with its noun in the singular or plural: `1 tensor`, `1,200 tensors`."""
+    """Return a count with its noun in the singular or plural, such as `1 tensor` or `1,200 tensors`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def with_error(value: float, error: float | None) -> str:
-    """A value and its error in scientific notation: `1.6900e-07 ± 2.1e-08`."""
+    """Return a value and its error in scientific notation: `1.6900e-07 ± 2.1e-08`."""
     return f"{value:.4e}" + (f" ± {error:.1e}" if error is not None else "")

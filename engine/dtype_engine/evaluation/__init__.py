@@ -1,1 +1,1 @@
-"""Evaluations as plain data, which this process, other processes of this machine, or a cluster can run."""
+"""Evaluations as plain data, which this process, other processes on this machine, or a cluster can run."""

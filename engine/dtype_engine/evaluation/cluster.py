@@ -15,14 +15,14 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""Evaluations that are submitted per worker. There are several, so that workers that join later also get some."""
+"""How many evaluations are submitted at a time for each worker. More than one, so that workers that join later also get some."""
 
 
 class DaskPool:
-    """The workers of a scheduler at `tcp://HOST:PORT`, through `Client.get_executor()`. A context manager.
+    """A context manager for the workers of a scheduler at `tcp://HOST:PORT`, used through `Client.get_executor()`.
 
-    on_gpu: use only workers that offer a GPU (`--resources GPU=1`). Raises UserError where `distributed` is not installed, no
-    scheduler answers, or it has no such workers.
+    on_gpu: use only workers that offer a GPU (`--resources GPU=1`). Raises UserError if `distributed` is not installed, no
+    scheduler answers, or the scheduler has no suitable workers.
     """
 
     def __init__(self, address: str, on_gpu: bool = False) -> None:
@@ -57,7 +57,7 @@ class DaskPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`. Dask repeats the work of a lost worker. An evaluation that runs can't be cancelled."""
+        """Run the evaluations like `Pool.results`. Dask repeats a lost worker's work. A running evaluation can't be cancelled."""
         from distributed.scheduler import KilledWorker
 
         try:
@@ -66,14 +66,14 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _gone(self) -> None:
-        """Raise UserError: futures are cancelled when the scheduler ends."""
+        """Raise UserError. This is called when futures are cancelled, which happens when the scheduler ends."""
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )
 
 
 def worker_lines(address: str) -> str:
-    """The shell commands that start workers, on any machine that has the same files under the same paths."""
+    """Return the shell commands that start workers. They work on any machine that has the same files under the same paths."""
     worker = f"dask worker {address} --nworkers 1 --nthreads 1 --no-dashboard"
     return "\n".join(
         [

@@ -1,4 +1,4 @@
-"""Runs an evaluation in the process that calls it. The model is opened once in each process and kept."""
+"""Runs an evaluation in the process that calls it. Each process opens the model once and keeps it open."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """What this process keeps open between evaluations."""
+    """The objects that this process keeps open between evaluations."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The last search for causes, with the outputs of the reference, as long as the model is still cast for it."""
+    """The latest search for causes, with the outputs of the reference, as long as the model is still cast for that search."""
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Release everything, because memory may not hold a second model."""
+        """Release all open objects, because memory may not hold a second model."""
         self.model = self.attribution = self.export = None
 
 
@@ -58,14 +58,14 @@ _process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
-    """Stop the evaluations of this process as soon as `cancelled()` returns true."""
+    """Make the evaluations of this process stop as soon as `cancelled()` returns true."""
     _process.cancelled = cancelled
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Open the model, if it is not open yet, and run the evaluation.
+    """Open the evaluation's model, unless it is open already, and run the evaluation.
 
-    Raises UserError, also where the files here are another model or other inputs than those of the evaluation, and Cancelled.
+    Raises Cancelled. Raises UserError, for example if the files here are another model or other inputs than the evaluation's.
     """
     with _lock:
         opened, task = evaluation.opened, evaluation.task
@@ -87,7 +87,7 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session, which may change the session's recipe. Raises UserError, Cancelled."""
+    """Run a task in an open session. The task may change the session's recipe. Raises UserError, Cancelled."""
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):
@@ -124,7 +124,7 @@ def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> Pa
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """The fingerprints of an open model's weights and inputs."""
+    """Return the fingerprints of an open model's weights and inputs."""
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:

@@ -1,4 +1,4 @@
-"""Runs evaluations on an executor. Results come in any order, and the work of a process that ends is done again."""
+"""Runs evaluations on an executor. Results come in any order, and the work of a worker that dies is repeated."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""How many times in a row the workers may end without a result."""
+"""Maximum number of times in a row that the workers may end without a result."""
 _PROCESS_BYTES = 700 << 20
-"""The memory of a process besides the model: Python, torch and transformers, and the outputs of small modules."""
+"""Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
 
 
 class Pool(Protocol):
-    """Something that runs evaluations on its workers."""
+    """A set of workers that runs evaluations."""
 
     workers: int
 
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations, and yield the index and the result of each as soon as it is done. Raises UserError, Cancelled."""
+        """Run the evaluations. Yields the index and result of each as soon as it is done. Raises UserError, Cancelled."""
 
 
 class ProcessPool:
-    """Processes of this machine that each open the model from the mapped files, so that they share its pages. A context manager.
+    """A context manager for processes of this machine that each open the model from the mapped files, so that they share its pages.
 
     gpus: names of GPUs as in `CUDA_VISIBLE_DEVICES`; each process uses one of them.
     """
@@ -70,7 +70,7 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`. If a process is killed, its work is done again."""
+        """Run the evaluations like `Pool.results`. If a process is killed, its work is repeated."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -92,9 +92,9 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """How processes are started. This process is never forked, because torch's threads would not survive that. On Linux a server
-    process imports torch, computes nothing, and is forked: that saves the seconds of the import and shares its pages. The server
-    has one thread, which belongs to numpy's OpenBLAS; OpenBLAS ends it before a fork and starts another after it.
+    """Return the start method for processes. This process is never forked, because torch's threads would not survive a fork. On
+    Linux a server process that imports torch and computes nothing is forked instead, which saves the seconds of the import and
+    shares its pages. The server has one thread, which OpenBLAS (used by numpy) ends before a fork and replaces after it.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -110,9 +110,8 @@ def results(
     cancelled: IsCancelled,
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
-    """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, `broken()` is
-    called and the unfinished evaluations are submitted to a new one. ahead: how many are submitted at a time; a pause or a stop has
-    to wait for these.
+    """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, call `broken()`
+    and submit the unfinished evaluations to a new one. ahead: maximum number of submitted evaluations, for which a pause must wait.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -145,7 +144,7 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until a future is done, and yield all that are done, those with a result first."""
+    """Wait until at least one future is done. Yields all futures that are done, those with a result first."""
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -155,26 +154,26 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """How many of `workers` processes fit in memory. Each needs `private` bytes besides the checkpoint, which they share."""
+    """Return how many of `workers` processes fit in memory. Each needs `private` bytes; they share the checkpoint's pages."""
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` (numbers or UUIDs), or numbers."""
+    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ..."""
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make one GPU visible to this process, the `index`-th of its pool. CUDA must not be initialized. No GPUs: change nothing."""
+    """Make only the GPU of the pool's `index`-th process visible here, before CUDA is initialized. Without GPUs, do nothing."""
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """Prepare a new worker process: it takes the next GPU, ignores interrupts, and ends when the process that started it ends.
-    started: how many processes of the pool have started before.
+    """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends.
+    started: how many processes the pool has started before.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

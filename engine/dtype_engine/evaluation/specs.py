@@ -1,6 +1,6 @@
 """An evaluation as plain data: a model, its inputs, and a task. It can be sent to another process.
 
-Everything here is frozen and consists of strings, numbers and paths, so it can be pickled, compared and stored.
+All classes here are frozen and consist of strings, numbers and paths, so their objects can be pickled, compared and stored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 _ARITHMETIC = ("dtype_engine", "torch", "platform")
-"""The keys of `versions` on which the last digits of a figure may depend."""
+"""The keys of `versions` that may affect the last digits of a metric."""
 _SAID = {"dtype_engine": "dtype-tui"}
 
 if TYPE_CHECKING:
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model and its inputs, for a worker to open."""
+    """A model and its inputs, which a worker opens."""
 
     model: str | None
     """An argument of `locate`, with an absolute path; None for the demo."""
     options: Options
     weights: str
-    """The fingerprint of the weights, which must be the same on the worker."""
+    """The fingerprint of the weights. A worker refuses a model with another fingerprint."""
     inputs: str
-    """The fingerprint of the inputs, likewise."""
+    """The fingerprint of the inputs. A worker refuses inputs with another fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """An export and the checkpoint that it was made from, for a worker to compare."""
+    """An export and the checkpoint that it was made from, which a worker compares."""
 
     model: str | None
-    """The checkpoint, as in `Opened`."""
+    """The source checkpoint: an argument of `locate`, with an absolute path; None for the demo."""
     options: Options
     folder: Path
     """The absolute path of the export."""
     contents: str
-    """The fingerprint of the tensors that are compared, which must be the same on the worker."""
+    """The fingerprint of the compared tensors. A worker refuses tensors with another fingerprint."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
-    """Task: scan one sequence in some dtypes, with `draws` backward passes."""
+    """Task: scan one sequence in several dtypes, with `draws` backward passes."""
 
     dtypes: tuple[str, ...]
     draws: int
@@ -91,18 +91,18 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare some tensors of an export, given by their indexes in its contents. The result is a problem or None for each."""
+    """Task: compare some tensors of an export, given by their indexes in its contents. Each result is a problem or None."""
 
     indexes: tuple[int, ...]
 
 
 Task = ScanSequence | ExactScore | RecipeDrift | PartAlone
-"""The tasks that run in an open model."""
+"""The tasks that a worker runs in an open model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A task, and the model or the export that it needs."""
+    """A task, with the model or export that it needs."""
 
     opened: Opened | Exported
     task: Task | CompareTensors
@@ -110,20 +110,20 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The result of an evaluation."""
+    """The result of an evaluation, with the machine, process and versions that computed it."""
 
     value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
-    """The machine that ran it."""
+    """The machine that ran the evaluation."""
     process: int
-    """The id of the process that ran it."""
+    """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The `versions` of that process."""
+    """The result of `versions` in that process."""
 
 
 def other_versions(result: Evaluated) -> str:
-    """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`: which versions that affect figures differ; "" where none do."""
+    """Say which versions that affect metrics differ: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`; "" if none differ."""
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"
@@ -134,7 +134,7 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """MODEL in a form that means the same in any working directory: a path becomes absolute, anything else stays as given."""
+    """Return MODEL in a form that means the same in any working directory: paths become absolute, other forms stay unchanged."""
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":
@@ -143,7 +143,7 @@ def model_text(source: Source) -> str | None:
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Options for a worker: paths are absolute, so that they mean the same in any working directory, and `threads` is set."""
+    """Return the options for a worker. Paths become absolute, so that they mean the same in any folder, and `threads` is set."""
     paths = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
     return dataclasses.replace(options, **paths | {"threads": threads, "workers": None})
 

@@ -1,4 +1,4 @@
-"""A search that measures the recipes nearest to its limit, and chooses the best of them by the measured drift."""
+"""A search that measures the recipes nearest to its limit and chooses the best of them by the measured drift."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """The `count` solutions nearest to a limit, by the session's last scan. Raises UserError, OutOfReach."""
+    """Return the `count` solutions nearest to a limit, according to the session's last scan. Raises UserError, OutOfReach."""
     return around(session.front(constraints), budget, max_drift, count)
 
 
@@ -33,10 +33,10 @@ def best(
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
 ) -> SearchReport:
-    """Measure solutions on the session's inputs, cast the model to the best, and report it. For a budget the best is the solution
-    with the least drift; with `max_drift`, it is the smallest whose drift does not exceed that.
+    """Measure solutions on the session's inputs, cast the model to the best one, and report it. For a budget, the best solution has
+    the least drift; with `max_drift`, it is the smallest whose drift does not exceed that limit.
 
-    `on_measured(done)` counts the solutions. Raises OutOfReach where all exceed `max_drift`, and as `Session.drift`.
+    `on_measured(done)` counts measured solutions. Raises OutOfReach if all exceed `max_drift`, and the errors of `Session.drift`.
     """
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
     wanted = [(recipe, session.settings) for recipe in recipes]

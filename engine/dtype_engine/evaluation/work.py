@@ -1,4 +1,4 @@
-"""Splits scans, recipes, causes and verifications into evaluations for a pool."""
+"""Splits scans, recipes, causes and verifications into evaluations that a pool runs."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.verify.verify import CompareItems
 
 _PIECE, _MOST = 64 << 20, 256
-"""The most bytes and the most tensors of an export that one evaluation compares."""
+"""Maximum number of bytes, and maximum number of tensors, of an export that one evaluation compares."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pool, and the model that its workers have to open."""
+    """A pool, and the model that its workers open."""
 
     pool: Pool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """Called once for each worker process whose versions of the program, torch or the platform differ from those here."""
+    """Called once for each worker process that has other versions of the program, torch or the platform than this process."""
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`, for tasks in this model."""
+        """Run tasks in this model on the pool, like `Pool.results`."""
         noted: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)
@@ -66,7 +66,7 @@ class Over:
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """The model and inputs of a session, for workers to open with `threads` threads each. Raises UserError."""
+    """Return a session's model and inputs as data, which workers open with `threads` threads each. Raises UserError."""
     weights, inputs = describe(session)
     return Opened(
         model_text(source), portable(replace(session.options, settings=session.settings), threads), weights, inputs
@@ -81,8 +81,8 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the pending parts of a session's scan on a pool. The result is that of `task.run`, to the last bit, for the same number
-    of threads. `on_progress("scan", done, total)` counts the parts. Raises as `task.run`; finished parts are kept in `task`.
+    """Run the pending parts of a session's scan on a pool. For the same number of threads, the result equals that of `task.run` to
+    the last bit. `on_progress("scan", done, total)` counts the parts. `task` keeps finished parts. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
@@ -112,8 +112,8 @@ def drifts(
     over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
-    """Measure recipes, each under its settings, and yield the index and the drift of each as soon as it is done. They run on a
-    pool, or one after another in this session, whose recipe changes then. Raises as `Session.drift`.
+    """Measure recipes, each under its settings. Yields the index and the drift of each as soon as it is done. The recipes run on a
+    pool, or one after another in this session, which changes the session's recipe. Raises the errors of `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -133,7 +133,7 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """`Session.causes` on a pool: the result is the same, to the last bit, for the same number of threads."""
+    """Run `Session.causes` on a pool. The result is the same, to the last bit, for the same number of threads."""
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
@@ -151,7 +151,7 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """The function with which `verify` compares tensors on a pool, at most 64 MiB in one evaluation."""
+    """Return the function with which `verify` compares tensors on a pool, at most 64 MiB in one evaluation."""
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
@@ -168,7 +168,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """The indexes of `sizes` in order, in groups of at most `_PIECE` bytes and `_MOST` indexes."""
+    """Return the indexes of `sizes` in order, in groups of at most `_PIECE` bytes and `_MOST` indexes."""
     piece: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

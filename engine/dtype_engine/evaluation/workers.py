@@ -1,4 +1,4 @@
-"""The workers that the user wants: a number of processes, or the workers of a scheduler."""
+"""The workers that the user requests: a number of processes, or the workers of a scheduler."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ def parse_workers(text: str) -> int | str:
 
 
 class Workers:
-    """Starts workers when they are first needed, and keeps them, with the model that each has open, until `close`. A context
-    manager.
+    """A context manager that starts workers when they are first needed, and keeps them and their open models until `close`.
 
-    requested: the result of `parse_workers`. on_notice: called with a sentence where fewer workers start than requested. most:
-    the most pieces of work that there will be, None where that is not known.
+    requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: maximum
+    number of pieces of work, or None if unknown.
     """
 
     def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
@@ -48,16 +47,15 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End the processes of this machine, or disconnect from the cluster."""
+        """End the processes on this machine, or disconnect from the cluster."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.__exit__()
 
     def pool(self, private: int, gpus: tuple[str, ...] = ()) -> ProcessPool | DaskPool:
-        """The pool, which is started if needed. Raises UserError.
+        """Return the pool, and start it if needed. Raises UserError.
 
-        private: bytes that each process needs besides the mapped checkpoint. gpus: the GPUs to run on, one for each process; empty
-        on the CPU.
+        private: bytes that each process needs in addition to the mapped checkpoint. gpus: one GPU for each process; () on the CPU.
         """
         if self._pool is None:
             if isinstance(self._requested, str):
@@ -69,7 +67,7 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """How many of the workers that were asked for can be started."""
+        """Return how many of the requested workers can be started."""
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
             self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
@@ -80,14 +78,14 @@ class Workers:
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """How many threads each worker gets of the `threads` (None: torch's default) that they share. Raises UserError."""
+        """Return how many threads each worker gets if all workers share `threads` (None: torch's default). Raises UserError."""
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """The pool, with the model and inputs of a session to open. Raises UserError."""
+        """Return the pool together with a session's model and inputs, which its workers open. Raises UserError."""
         from dtype_engine.runtime.session.opening import gpu_count
 
         on_gpu = session.model.device.type == "cuda"

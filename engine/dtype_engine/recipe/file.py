@@ -1,12 +1,12 @@
 """Reads and writes recipe files: YAML that people can read, edit and compare.
 
     version: 1
-    model: all-MiniLM-L6-v2           # what it was made for
+    model: all-MiniLM-L6-v2           # the model for which the recipe was made
     rules:                            # the last rule that matches wins
       - {pattern: "*", dtype: float16}
       - {pattern: "type:LayerNorm", dtype: float32}
     settings: {autocast: bfloat16}    # how the candidate is run
-    measured:                         # figures of a run; nothing depends on them
+    measured:                         # metrics of a run; nothing depends on them
       kl_mean: 0.0013
       lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
 
@@ -41,9 +41,9 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The only entry of `measured` that is a list: the tensors whose cast makes values infinite or zero."""
+"""The only entry of `measured` that is a list: the tensors with values that their cast made infinite or zero."""
 MOST_LOSSES = 1000
-"""The most tensors that a file lists under `lost`."""
+"""Maximum number of tensors that a file lists under `lost`."""
 _T = TypeVar("_T")
 
 
@@ -53,13 +53,13 @@ class RecipeFile:
 
     recipe: Recipe
     model: str | None = None
-    """The model for which the recipe was made; None if the file does not name it."""
+    """The model for which the recipe was made, or None if the file does not name it."""
     settings: RunSettings | None = None
-    """How the candidate is run; None if the file has no settings."""
+    """How to run the candidate, or None if the file has no settings."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    """Figures of an earlier run by name, without `lost`."""
+    """Metrics of an earlier run by name, except `lost`."""
     lost: tuple[ValueLoss, ...] = ()
-    """The tensors whose cast made values infinite or zero in that run."""
+    """The tensors with values that their cast made infinite or zero in the earlier run."""
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
@@ -112,7 +112,7 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
 
 
 class _Settings(msgspec.Struct):
-    """The `settings` of a file as they are written. Dtypes may be spelled in every way that a rule allows."""
+    """The `settings` as written in a file. Dtypes may have any spelling that a rule allows."""
 
     compute: str | None = None
     autocast: str | None = None
@@ -185,10 +185,10 @@ def write_recipe(
     units: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """The text of a recipe file, with one line per rule, in order.
+    """Return the text of a recipe file, with one line per rule, in order.
 
-    comments: a comment for each rule. units: the units of the figures in `measured`, by name. lost: the tensors whose cast loses
-    values, which are listed among the figures.
+    comments: a comment for each rule. units: the units of the metrics in `measured`, by name. lost: the tensors whose casts lose
+    values, which are listed among the metrics.
     """
     lines = [f"version: {VERSION}"]
     if model:
@@ -223,12 +223,12 @@ def write_recipe(
 
 
 def _scalar(text: str) -> str:
-    """A string as YAML. It is always in double quotes, because patterns contain characters that are special in YAML."""
+    """Return a string as YAML, always in double quotes, because patterns contain characters that are special in YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
 
 
 def _figure(value: Figure) -> str:
-    """A figure as YAML. A string is quoted if YAML could read it as another type."""
+    """Return a metric as YAML. A string is quoted if YAML could read it as another type."""
     if isinstance(value, str):
         return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
     return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()

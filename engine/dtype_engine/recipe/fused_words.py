@@ -1,4 +1,4 @@
-"""Describes, for the user, what a plan does to weights that runtimes fuse (`core.fused`)."""
+"""Describes to the user how a plan affects weights that runtimes fuse (`core.fused`)."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """What a cast of the weights `taken` to `dtype` does to the other members of their fused groups; "" if it does nothing.
+    """Describe how a cast of the weights `taken` to `dtype` affects the other members of their fused groups; "" if it does not.
 
-    `k_proj, v_proj: new scale` if they share a scale, `k_proj, v_proj differ: vLLM refuses` if formats then differ. groups: the
-    model's fused groups. It is computed after every key press, so equal groups are examined only once.
+    Returns `k_proj, v_proj: new scale` if the scale that they share changes, and `k_proj, v_proj differ: vLLM refuses` if the group
+    gets different formats. groups: the model's fused groups. This runs after every key press, so equal groups are examined once.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -40,19 +40,19 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
 
 
 def _short(names: Collection[str]) -> str:
-    """The last parts of the layers' names, without repeats."""
+    """Return the last parts of the layers' names, without repeats."""
     return ", ".join(dict.fromkeys(layer_name(name) for name in names))
 
 
 def layer_name(name: str) -> str:
-    """The last part of a layer's name, from the name of its weight: `q_proj` for `layers.0.q_proj.weight`."""
+    """Return the last part of the name of the layer that holds a weight: `q_proj` for `layers.0.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """The layers with which a weight shares a scale under a plan: `k, v` for `k_proj` and `v_proj`; "" if it shares with none.
+    """Return the layers that share a scale with a weight under a plan, such as `k, v` for `q_proj`, or "" if none does.
 
-    It is computed for every row that is drawn, so it examines only the members of the weight's group.
+    It is called for every row that is drawn, so it examines only the members of the weight's group.
     """
     group = [member for member in siblings(name) if member in planned]
     members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
@@ -60,7 +60,7 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """With which weights runtimes fuse this one, and whether they accept the plan, in words; "" if they don't fuse it."""
+    """Say with which weights runtimes fuse this weight, and whether they accept the plan; "" if they don't fuse it."""
     group = [member for member in siblings(name) if member in planned]
     if len(group) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""Compares which tensors a recipe's patterns match here with which they would match, unchanged, in another tool."""
+"""Compares the tensors that a recipe's patterns match here with those that the same patterns would match in another tool."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """One rule as the other tool's matcher reads it. Only tensors that the tool's patterns can affect are compared."""
+    """A comparison of one rule's matches here and in the other tool, limited to tensors that the tool's patterns can affect."""
 
     pattern: str
     dtype: str
     here: int
     """How many tensors the rule matches here."""
     there: int
-    """How many tensors it would match in the other tool."""
+    """How many tensors the rule would match in the other tool."""
     only_here: tuple[str, ...]
-    """Canonical names of the tensors that it matches only here."""
+    """Canonical names of the tensors that the rule matches only here."""
     only_there: tuple[str, ...]
-    """Canonical names of the tensors that it would match only in the other tool."""
+    """Canonical names of the tensors that the rule would match only in the other tool."""
     beyond: int
-    """How many tensors it matches here that no pattern of the other tool can affect."""
+    """How many tensors the rule matches here although no pattern of the other tool can affect them."""
     problem: str | None = None
-    """Why the pattern misses tensors in the other tool, if that is known."""
+    """Why the pattern misses tensors in the other tool, or None if that is unknown."""
 
     @property
     def differs(self) -> bool:
@@ -36,14 +36,14 @@ class RuleComparison:
 
 @dataclass(frozen=True, slots=True)
 class Lint:
-    """The comparison of all rules of a recipe with one target."""
+    """A comparison of all rules of a recipe between this program and one target."""
 
     target: str
     matcher: str
     """How the target matches patterns, in words."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors that the same rules match in both, but whose dtype another rule decides in the target: (tensor, the pattern that
+    """Tensors whose dtype different rules decide here and in the target, although the same rules match: (tensor, the pattern that
     decides here, the pattern that decides there).
     """
 
@@ -53,7 +53,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as `target` would, and compare. Raises TooSlow for patterns that take too long in the target's syntax."""
+    """Match every rule here and as `target` would, and compare the matches. Raises TooSlow if matching takes too long."""
     plan, matchable = context.plan, target.matchable(context)
     compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []
@@ -81,7 +81,7 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """The value of `Lint.overruled`; empty for a target whose patterns have no order of precedence."""
+    """Return the value of `Lint.overruled`; empty for a target whose patterns have no order of precedence."""
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules
@@ -99,5 +99,5 @@ def _overruled(
 
 
 def _in_order(context: Context, names: frozenset[str]) -> tuple[str, ...]:
-    """The names, sorted in the model's order."""
+    """Return names sorted in the model's order."""
     return tuple(name for name in context.tree.tensors if name in names)

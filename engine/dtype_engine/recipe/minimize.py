@@ -1,9 +1,9 @@
 """Finds a short, readable recipe that gives every weight its wanted dtype.
 
 Rules are chosen greedily. The candidates are whole kinds (`*.mlp.down_proj`), ranges of numbered layers
-(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule that gives the most weights their wanted dtype,
-minus those that it gives a wrong one, until every weight is right. The tree itself says what a pattern selects, so the resulting
-plan is exact for any names.
+(`model.layers.{3..9}.mlp`), classes, and single names. Each step adds the rule for which the number of corrected weights minus the
+number of newly wrong weights is largest, until every weight is right. Each pattern is matched against the tree itself, so the
+resulting plan is exact for any names.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MOST_KINDS = 4
 
 
 def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
-    """A recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored."""
+    """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored."""
     target = {name: tensor.dtype for name, tensor in tree.tensors.items()} | dict(wanted)
     now = {name: tensor.dtype for name, tensor in tree.tensors.items()}
     proposals = _Proposals(tree, target)
@@ -37,7 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """The recipe without rules that later rules made redundant."""
+    """Return the recipe without rules that later rules made redundant."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -49,7 +49,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
 
 
 class _Proposals:
-    """The candidate patterns for a tree, and the tensors that each selects."""
+    """Candidate patterns for a tree, and the tensors that each selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
@@ -58,8 +58,8 @@ class _Proposals:
         self._patterns = self._general()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """The rule that corrects the most weights, minus those that it makes wrong; of equal ones, the shortest. Also returns the
-        tensors that it selects.
+        """Return the best rule and the tensors that it selects. The best rule has the largest difference between the number of
+        weights that it corrects and the number that it makes wrong. Among equally good rules, it is the shortest.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -85,7 +85,7 @@ class _Proposals:
         return self._selected[pattern]
 
     def _general(self) -> list[str]:
-        """The patterns that do not depend on which weights are wrong: `*`, classes, and names with wildcards."""
+        """Return the patterns that do not depend on which weights are wrong: `*`, classes, and names with wildcards."""
         patterns = {"*": 0}
         for name, module in self.tree.modules.items():
             if name:
@@ -95,9 +95,7 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Patterns with numbers of layers: for each kind of module or tensor, the layers in which it needs a single dtype. Also
-        single names.
-        """
+        """Return single names, and patterns with layer ranges, such as all layers whose `mlp.down_proj` needs the same dtype."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
@@ -136,7 +134,7 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Patterns for the modules above a tensor in which all tensors need the same dtype."""
+        """Return patterns for those modules above a tensor in which all tensors need the same dtype."""
         return [
             generalisations(module)[0]
             for module in ancestors(name)
@@ -145,7 +143,7 @@ class _Proposals:
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """For each numbered part in a name and in the names of the modules above it: (text before, text after) -> the number.
+    """Map (text before a number, text after it) to the number, for each number in a name and in the names of modules above it.
 
     Later numbers become `*`: `layers.3.experts.5.w1` gives `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
     """
@@ -162,7 +160,7 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """A set of numbers in the pattern language: `3`, `{0..4}`, `{0,{3..5}}`."""
+    """Write a set of numbers in the pattern language: `3`, `{0..4}`, `{0,{3..5}}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -181,7 +179,7 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 def _choices(names: list[str]) -> str:
-    """One pattern for several dotted names, with their common beginning in front: `self_attn.{k_proj,v_proj}`."""
+    """Return one pattern for several dotted names, with their common prefix in front: `self_attn.{k_proj,v_proj}`."""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 
 def range_regex(first: int, last: int, width: int = 0) -> str:
-    """An expression that matches exactly the integers between `first` and `last`, inclusive and in either order, written as
-    `f"{number:0{width}d}"`.
-    """
+    """Return a regular expression for the integers from `first` to `last` (in either order), zero-padded to `width` digits."""
     low, high = min(first, last), max(first, last)
     parts: list[str] = []
     if low < 0:
@@ -17,7 +15,7 @@ def range_regex(first: int, last: int, width: int = 0) -> str:
 
 
 def _at_least_zero(low: int, high: int, width: int) -> list[str]:
-    """Expressions for the integers from `low` to `high` (both at least 0), one for each number of digits."""
+    """Return expressions for the integers from `low` to `high` (both at least 0), one expression for each number of digits."""
     parts: list[str] = []
     shortest = max(len(str(low)), width)
     for digits in range(shortest, max(len(str(high)), width) + 1):
@@ -28,7 +26,7 @@ def _at_least_zero(low: int, high: int, width: int) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> str:
-    """An expression for the integers from `low` to `high`, inclusive; both have the same number of digits."""
+    """Return an expression for the integers from `low` to `high`, inclusive. Both must have the same number of digits."""
     if (set(low), set(high)) == ({"0"}, {"9"}):
         return f"[0-9]{{{len(low)}}}"
     if len(low) == 1:

@@ -10,9 +10,8 @@
 A pattern selects a tensor if it matches the tensor's own name or the name of a module above it. It must match the whole name, so
 `model.layers.1` never matches `model.layers.10`.
 
-We translate globs ourselves instead of using wcmatch and bracex, because errors then have a position in the pattern, `{0..7}`
-becomes one alternation and not eight patterns, and the cost of a pattern is bounded. Property tests compare our globs with
-`fnmatch`.
+We translate globs ourselves instead of using wcmatch and bracex. This way errors have a position in the pattern, `{0..7}` becomes
+one alternation and not eight patterns, and the cost of a pattern is bounded. Property tests compare our globs with `fnmatch`.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ _NAMELESS = "\0"
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern, made by `compile_pattern`.
+    """A compiled pattern, built by `compile_pattern`.
 
-    Every method that matches raises TooSlow when matching exceeds the time limit: see `regexes.time_limit`.
+    Every method that matches raises TooSlow if matching exceeds the time limit: see `regexes.time_limit`.
     """
 
     text: str
@@ -49,21 +48,21 @@ class Pattern:
     _matches: Callable[[str], object] = field(compare=False, repr=False)
 
     def matches(self, name: str) -> bool:
-        """Whether the pattern matches the dotted name of one tensor or module."""
+        """Return whether the pattern matches the dotted name of a tensor or module."""
         return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:
-        """Whether the pattern selects modules by class and matches this class."""
+        """Return whether the pattern selects modules by class and matches this class."""
         return self.by_class and class_name is not None and bool(self._matches(class_name))
 
     def selects(self, tensor: str) -> bool:
-        """Whether the pattern matches a tensor's own name or the name of a module above it. Classes are not considered."""
+        """Return whether the pattern matches a tensor's own name or the name of a module above it. Classes are not considered."""
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Whether the pattern names this tensor specifically, and would not match any other name in the same module.
+        """Return whether the pattern names this tensor specifically, so that it would not match any other name in the same module.
 
-        Only such rules apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
+        Only specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
         parent, dot, _ = tensor.rpartition(".")
         return self.matches(tensor) and not self.matches(parent + dot + _NAMELESS)
@@ -97,7 +96,7 @@ class _Piece:
 
     source: str
     length: int | None
-    """The number of characters of every match; None if matches differ in length."""
+    """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
     """How many parts match any number of characters, so that the matcher may backtrack into them."""
     choices: float = 1.0
@@ -108,7 +107,7 @@ _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the text from `at` to its end or, inside braces, to the `,` or `}` that ends this choice; also return its index."""
+    """Translate the text from index `at` to its end or, inside braces, to the `,` or `}` after the choice. Also returns the end."""
     pieces: list[_Piece] = []
     while at < len(text):
         character = text[at]
@@ -131,10 +130,10 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Concatenate pieces; `whole` says that they are the entire pattern.
+    """Concatenate pieces. whole: whether they are the entire pattern.
 
-    A piece of fixed length between two stars is matched at its first occurrence only, because a later one can't make a match
-    possible. So `*a*a*a*b` takes time linear in the length of a name, not its fourth power. `fnmatch` does the same.
+    A fixed-length piece between two stars is matched only at its first occurrence: if that fails, any later occurrence fails, too.
+    So `*a*a*a*b` takes time linear in the length of a name, not its fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]
@@ -198,7 +197,7 @@ def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
 
 
 def _class_end(text: str, opened: int) -> int | None:
-    """The index at which `[...]` closes; None if it never does, and the bracket then is an ordinary character as in `fnmatch`."""
+    """Return the index at which `[...]` closes, or None if it never does, which makes the bracket an ordinary character."""
     at = opened + 1
     if text[at : at + 1] == "!":
         at += 1
@@ -228,9 +227,9 @@ def _character_class(inside: str) -> str:
 
 
 def generalisations(name: str, class_name: str | None = None) -> list[str]:
-    """Patterns for a node from the most specific to the most general; Tab cycles through them in the cast prompt.
+    """Return patterns for a node from the most specific to the most general. Tab cycles through them in the app's cast prompt.
 
-    `model.layers.3.mlp` gives itself, `model.layers.*.mlp`, `*.mlp` and, if its class is known, `type:LlamaMLP`.
+    The patterns for `model.layers.3.mlp` are itself, `model.layers.*.mlp`, `*.mlp` and, if its class is known, `type:LlamaMLP`.
     """
     if not name:
         return ["*"] + ([f"type:{class_name}"] if class_name else [])
@@ -249,5 +248,5 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
 
 
 def _literal(name: str) -> str:
-    """A name as a pattern that matches only itself: special characters are put in brackets."""
+    """Return a pattern that matches only this name: special characters are put in brackets."""
     return re.sub(r"[*?\[{},]", lambda found: f"[{found[0]}]", name) if re.search(r"[*?\[{}]", name) else name

@@ -17,20 +17,20 @@ from dtype_engine.recipe.regexes import shortened, time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 
 MATCHING_S = 5.0
-"""Seconds that a pattern, or all patterns of a recipe together, may take to match the names of a model."""
+"""Time limit in seconds for matching one pattern, or all patterns of a recipe together, against the names of a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a pattern selects in a tree."""
+    """The modules and tensors that a pattern selects in a tree."""
 
     modules: frozenset[str]
     """The modules that the pattern matched, without those below another matched module."""
     tensors: tuple[str, ...]
     """The canonical names of the selected castable tensors, without repeats."""
     uncastable_count: int = 0
-    """How many other tensors it selected that are never cast: integers, booleans, parts of quantised weights, and non-persistent
-    buffers that it does not name.
+    """How many other selected tensors are never cast: integers, booleans, parts of quantised weights, and non-persistent buffers
+    that the pattern does not name specifically.
     """
     uncastable: str | None = None
     """The first of them."""
@@ -40,7 +40,7 @@ class Selection:
 
 
 def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
-    """Everything in `tree` that a pattern selects.
+    """Return the modules and tensors in `tree` that a pattern selects.
 
     Raises PatternError for an invalid pattern, and its subclass TooSlow if matching takes more than `seconds`.
     """
@@ -86,7 +86,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class RuleEffect:
-    """What one rule of a plan does."""
+    """The effect of one rule in a plan."""
 
     index: int
     """The rule's index in the recipe."""
@@ -94,7 +94,7 @@ class RuleEffect:
     tensors: tuple[TensorInfo, ...]
     """The tensors that the rule selects."""
     decides: int
-    """For how many of them this rule decides the dtype, because no later rule selects them."""
+    """How many of `tensors` get their dtype from this rule, because no later rule selects them."""
 
     @property
     def bytes_before(self) -> int:
@@ -115,15 +115,15 @@ class Plan:
     dtypes: Mapping[str, str]
     """The planned dtype of every tensor, by canonical name."""
     decided_by: Mapping[str, int]
-    """For every tensor whose dtype a rule decided: the index of that rule in the recipe, by canonical name."""
+    """The index of the rule that decides a tensor's dtype, by canonical tensor name. Tensors that no rule selects are absent."""
     selections: tuple[Selection, ...]
-    """What each rule selects, in the recipe's order."""
+    """The modules and tensors that each rule selects, in the recipe's order."""
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
-    """Indices of the rules by module class, if classes are unknown; they select nothing yet."""
+    """Indices of the rules by module class if the classes are still unknown. These rules select nothing yet."""
     too_slow: tuple[int, ...] = field(default=())
-    """Indices of the rules that take too long to match; they select nothing."""
+    """Indices of the rules that take too long to match. These rules select nothing."""
 
     def __repr__(self) -> str:
         rules = plural(len(self.recipe), "rule")
@@ -134,7 +134,7 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """The effect of each rule, in the recipe's order. `among` (canonical names) limits it to these tensors."""
+        """Return the effect of each rule, in the recipe's order. among: canonical names of the only tensors to consider."""
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
             yield RuleEffect(index, rule, taken, sum(self.decided_by[tensor.name] == index for tensor in taken))
@@ -146,7 +146,7 @@ class Plan:
         return [index for index, taken in enumerate(self.selections) if not taken and index not in unknown]
 
     def refuse_too_slow(self) -> None:
-        """Raise TooSlow if a rule takes too long to match, because what it selects is then unknown."""
+        """Raise TooSlow if a rule takes too long to match, because the tensors that it selects are then unknown."""
         for index in self.too_slow:
             raise TooSlow(
                 f"pattern {shortened(self.recipe.rules[index].pattern)} takes too long to match (the patterns of a recipe "
@@ -156,12 +156,12 @@ class Plan:
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
 """The latest plan of each tree. The app plans a rule while it is typed and again when it is applied, and plans a new tree in a
-thread before it shows it. With 90,000 tensors a plan takes 0.1 s, so without this cache a key press would wait for it twice.
+thread before it shows it. With 90,000 tensors a plan takes 0.1 s, so without this cache a key press would wait for two plans.
 """
 
 
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
-    """Apply the rules in order; the last rule that selects a tensor wins. Tensors that no rule selects stay as stored."""
+    """Return the plan of a recipe. The last rule that selects a tensor decides its dtype; other tensors stay as stored."""
     known = _latest.get(tree)
     if known is not None and known.recipe == recipe:
         return known
@@ -201,7 +201,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
-    """Bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once."""
+    """Return the bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once."""
     changed = 0
     for name, dtype in planned.items():
         tensor = tree.tensors[name]
@@ -211,21 +211,21 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
 
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
-    """Bytes of a tensor after a cast to `dtype`; bytes as stored if that is its dtype or `dtypes.STORED`."""
+    """Return a tensor's bytes after a cast to `dtype`, or as stored if `dtype` is its stored dtype or `dtypes.STORED`."""
     return tensor.nbytes if dtype in (tensor.dtype, dtypes.STORED) else dtypes.nbytes_in(tensor.shape, dtype)
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Whether a tree made from file names alone can't confirm that every rule selects something in the model. Raises TooSlow."""
+    """Return whether a tree built from file names alone can't confirm that every rule selects a tensor. Raises TooSlow."""
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     return bool(plan.unmatched or plan.pending_classes)
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """The plan of a recipe. Raises UserError for rules that select nothing, with the reason and a near name for the first one.
+    """Return the plan of a recipe. Raises UserError if rules select nothing, with the reason and a similar name for the first one.
 
-    Rules by module class are refused if the tree has no classes, because what they select is then unknown.
+    Rules by module class are refused if the tree has no classes, because the modules that they select are then unknown.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -244,7 +244,7 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """A sentence that says why a pattern selects nothing."""
+    """Return a sentence that says why a pattern selects nothing."""
     if taken is not None and taken.uncastable_count:
         why = taken.uncastable and tree.tensors[taken.uncastable].uncastable_reason
         return f"pattern {shortened(pattern)} matches only tensors that are never cast " + (

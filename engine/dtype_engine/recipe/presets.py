@@ -1,4 +1,4 @@
-"""Presets: recipes that suit many models and are made for a given tree.
+"""Presets: recipes that suit many models. The rules of a preset are computed for a given tree.
 
 A preset contains only rules that match something in the tree, so the user can read and change its recipe like any other.
 """
@@ -32,23 +32,23 @@ KEPT_BY_MODELOPT = (
     "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
     "*multi_modal_projector*",
 )  # fmt: skip
-"""The names in `default_disabled_quantizers` of ModelOpt 0.47, which also matches them by `fnmatch`."""
+"""The names in `default_disabled_quantizers` of ModelOpt 0.47, which matches them by `fnmatch`, as we do."""
 KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A named recipe that can be made for any model."""
+    """A named recipe that can be computed for any model."""
 
     name: str
     sentence: str
-    """What the preset does, for the user."""
+    """A sentence that tells the user what the preset does."""
     needs_classes: bool
-    """Whether module classes must be known."""
+    """Whether the preset works only if the classes of the modules are known."""
     _make: Callable[[Tree], Iterable[Rule]]
 
     def recipe(self, tree: Tree) -> Recipe:
-        """The preset's rules for a tree. Raises UserError if classes are needed and unknown, or if no rule matches anything."""
+        """Return the preset's rules for a tree. Raises UserError if it needs unknown module classes, or if no rule matches."""
         if self.needs_classes and not tree.has_classes:
             raise UserError(f"preset {self.name!r} matches module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
@@ -89,10 +89,10 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
 
 
 def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
-    """Linear layers in a block format, experts in `of_experts` if given, and everything else in bfloat16.
+    """Yield rules for linear layers in a block format, experts in `of_experts` if given, and everything else in bfloat16.
 
-    bfloat16 includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers
-    and convolutional mixers.
+    bfloat16 includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers and
+    convolutional mixers.
     """
     yield Rule("*", "bfloat16")
     yield from (Rule(pattern, of_linears) for pattern in linears(tree))
@@ -150,7 +150,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset with this name. Raises UserError, with the nearest name, for an unknown one."""
+    """Return the preset with this name. Raises UserError, with the nearest name, for an unknown one."""
     if name in PRESETS:
         return PRESETS[name]
     near = nearest(name, PRESETS)
@@ -159,17 +159,17 @@ def preset(name: str) -> Preset:
 
 
 def norms(tree: Tree) -> list[str]:
-    """Patterns that match the normalisation layers."""
+    """Return patterns that match the normalisation layers."""
     return _by_class(tree, lambda module: "norm" in (module.class_name or "").lower() and not module.children)
 
 
 def linears(tree: Tree) -> list[str]:
-    """Patterns that match linear layers, and experts that are packed into one tensor."""
+    """Return patterns that match linear layers, and experts that are packed into one tensor."""
     return _by_class(tree, lambda module: module.class_name in LINEAR or _packed_experts(module))
 
 
 def experts(tree: Tree) -> list[str]:
-    """Patterns that match the experts of a mixture: packed into one tensor, or separate modules below `experts`."""
+    """Return patterns that match a mixture's experts: packed into one tensor, or separate modules below `experts`."""
     inside = [
         name
         for name, module in tree.modules.items()
@@ -179,7 +179,7 @@ def experts(tree: Tree) -> list[str]:
 
 
 def heads(tree: Tree) -> list[str]:
-    """Patterns that match the modules which compute the model's output."""
+    """Return patterns that match the modules which compute the model's output."""
     return covering(
         tree,
         [name for name in tree.modules if name.rpartition(".")[2] in HEADS and not numbered_parts(name)],
@@ -192,7 +192,7 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """A pattern by class for each class whose modules are all wanted; patterns by name if only some are."""
+    """Return patterns that match the wanted modules: by class if all modules of a class are wanted, by name if only some are."""
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():
@@ -207,7 +207,7 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
 
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
-    """Patterns by name for these modules, as general as possible without selecting any other tensor."""
+    """Return patterns by name for these modules, as general as possible without selecting any other tensor."""
     waiting = list(modules)
     allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
     patterns: list[str] = []
@@ -224,25 +224,25 @@ def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class PresetEffect:
-    """What a preset does to one tree."""
+    """The effect of a preset on one tree."""
 
     preset: Preset
     recipe: Recipe | None
-    """The preset's recipe for the tree; None if the preset does not apply to it."""
+    """The preset's recipe for the tree, or None if the preset does not apply to it."""
     reason: str = ""
-    """Why the preset does not apply, for the user."""
+    """Why the preset does not apply, in words for the user."""
     tensors: int = 0
-    """How many tensors get another dtype than the stored one."""
+    """How many tensors get a dtype other than their stored dtype."""
     stored_bytes: int = 0
     """Bytes of the whole model as stored."""
     planned_bytes: int = 0
     """Bytes of the whole model after the casts."""
     needs_classes: bool = False
-    """Whether the preset does not apply because it matches module classes, which are unknown."""
+    """Whether the preset does not apply only because it matches module classes, which are unknown."""
 
 
 def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
-    """The effect of every preset, in the order of `PRESETS`. They are yielded singly: each takes a while on a very large model."""
+    """Yield the effect of every preset, in the order of `PRESETS`, one at a time because a very large model takes a while."""
     for preset in PRESETS.values():
         try:
             recipe = preset.recipe(tree)

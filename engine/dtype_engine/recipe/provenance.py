@@ -1,4 +1,4 @@
-"""Writes the recipe file of a run, with comments that say what each rule selects, and with the measured figures."""
+"""Writes the recipe file of a run, with the measured metrics and with comments that say what each rule selects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss, severe
 
 _DIGITS = 6
-"""Significant digits of a figure: enough to compare runs, and few enough that rounding noise does not change the file."""
+"""Significant digits of a metric: enough to compare runs, and few enough that rounding noise does not change the file."""
 
 UNITS: dict[str, str] = {
     "reference": "dtype in which the reference computes",
@@ -37,7 +37,7 @@ _OF_OUTPUT = (
 
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
-    """The figures for `measured`: bytes, the drift of the main output if there is a report, and the versions it was made with."""
+    """Return the metrics for `measured`: bytes, versions and, if there is a report, the drift of the main output."""
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for name in _OF_OUTPUT:
@@ -58,10 +58,10 @@ def recipe_text(
     versions: Mapping[str, str] | None = None,
     lost: Sequence[ValueLoss] | None = None,
 ) -> str:
-    """The text of a recipe file for a plan: each rule with what it selects in bytes, the figures with their units, and the tensors
-    whose cast loses values.
+    """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
+    tensors whose casts lose values.
 
-    lost: these tensors, if there is no report; None if they were not determined.
+    lost: these tensors if there is no report, or None if they were not determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
@@ -76,7 +76,7 @@ def recipe_text(
 
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """How many values are lost over all tensors; empty if that was not determined."""
+    """Return how many values all tensors together lose, or an empty mapping if the losses were not determined."""
     if losses is None:
         return {}
     overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)

@@ -17,11 +17,11 @@ from dtype_engine.core.errors import PatternError, TooSlow
 
 LONGEST_REGEX = 500
 MOST_REPEATS = 1000
-"""The largest repeat count `{...}` in an expression."""
+"""Maximum repeat count `{...}` in an expression."""
 _MOST_UNROLLED = 100_000
-"""The largest product of all repeat counts: the compiler unrolls some repeats, which could take gigabytes of memory."""
+"""Maximum product of all repeat counts. The compiler unrolls some repeats, which could need gigabytes of memory."""
 _ALONE_S = 2.0
-"""Seconds for a single match outside `time_limit`."""
+"""Time limit in seconds for a single match outside `time_limit`."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
 
 Anchored = Literal["fullmatch", "match", "search"]
@@ -44,7 +44,7 @@ def time_limit(seconds: float) -> Iterator[None]:
 def compile_regex(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches, and raises TooSlow if that takes too long.
+    """Compile an expression to a function that returns whether a name matches, and raises TooSlow if matching takes too long.
 
     shown: the whole pattern, for messages. before: how many characters of `shown` come before `source`. Raises PatternError, with
     the position if it is known.
@@ -61,7 +61,7 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """As `compile_regex`, for an expression that is known to be cheap to compile."""
+    """Do the same as `compile_regex` for an expression that is known to be cheap to compile."""
     import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)
@@ -86,7 +86,7 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """How many seconds a match may still take. Raises TooSlow when no time is left."""
+    """Return how many seconds a match may still take. Raises TooSlow if no time is left."""
     limit = _deadline.get()
     if limit is None:
         return _ALONE_S
@@ -105,12 +105,12 @@ def _too_slow(shown: str) -> TooSlow:
 
 
 def shortened(shown: str) -> str:
-    """A pattern as it is quoted in a message, cut to 200 characters."""
+    """Return a pattern for a message, cut to 200 characters."""
     return repr(shown if len(shown) <= 200 else shown[:199] + "…")
 
 
 def _check_counts(source: str, shown: str, before: int) -> None:
-    """Raise PatternError for repeat counts that would take too much memory to compile."""
+    """Raise PatternError for repeat counts that would need too much memory to compile."""
     counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]
     for position, written, number in counts:
         if len(number) > 4 or int(number) > MOST_REPEATS:

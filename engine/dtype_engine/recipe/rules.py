@@ -1,4 +1,4 @@
-"""Rules and recipes. A rule is a pattern and a dtype; a recipe is an ordered list of rules, of which the last match wins."""
+"""Rules and recipes. A rule is a pattern and a dtype. A recipe is an ordered list of rules, of which the last match wins."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ class Recipe:
         return cls(tuple(rules))
 
     def then(self, rule: Rule) -> Recipe:
-        """This recipe with `rule` added at the end. An earlier rule with the same pattern has no effect any more and is removed."""
+        """Return this recipe with `rule` added at the end. An earlier rule with the same pattern has no effect and is removed."""
         return Recipe((*(earlier for earlier in self.rules if earlier.pattern != rule.pattern), rule))
 
     def without(self, indices: Iterable[int]) -> Recipe:
-        """This recipe without the rules at these indices."""
+        """Return this recipe without the rules at these indices."""
         dropped = set(indices)
         return Recipe(tuple(rule for index, rule in enumerate(self.rules) if index not in dropped))
 
@@ -83,14 +83,14 @@ class RecipeHistory:
 
     @classmethod
     def of(cls, recipes: Iterable[Recipe], at: int) -> RecipeHistory:
-        """Restore a history: all its recipes in order, of which the one at index `at` is current."""
+        """Restore a history from all its recipes in order. The recipe at index `at` becomes the current one."""
         history = cls()
         history._recipes, history._at = list(recipes), at
         return history
 
     @property
     def kept(self) -> tuple[tuple[Recipe, ...], int]:
-        """All recipes in order and the index of the current one, as `of` takes them."""
+        """All recipes in order and the index of the current one: the arguments of `of`."""
         return tuple(self._recipes), self._at
 
     @property
@@ -99,7 +99,7 @@ class RecipeHistory:
         return self._recipes[self._at]
 
     def push(self, recipe: Recipe) -> bool:
-        """Make `recipe` the current one and discard undone recipes. Returns False if it already is the current one."""
+        """Make `recipe` the current one and discard undone recipes. Returns False if it is already the current one."""
         if recipe == self.recipe:
             return False
         self._recipes[self._at + 1 :] = [recipe]
@@ -114,7 +114,7 @@ class RecipeHistory:
         return True
 
     def redo(self) -> bool:
-        """Go forward to the recipe that was undone last. Returns False if there is nothing to redo."""
+        """Go forward to the most recently undone recipe. Returns False if there is nothing to redo."""
         if self._at + 1 == len(self._recipes):
             return False
         self._at += 1

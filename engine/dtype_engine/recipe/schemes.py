@@ -12,11 +12,11 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Dtypes that compressed-tensors has a scheme for. It computes MX scales by a single rule, but reads scales from any rule."""
+"""Dtypes with a compressed-tensors scheme. compressed-tensors computes MX scales by a single rule, but reads those of any rule."""
 
 
 def layout(dtype: str) -> str:
-    """The name of the checkpoint layout in which other programs read weights of this dtype; "" if there is none."""
+    """Return the name of the checkpoint layout in which other programs read weights of this dtype, or "" if there is none."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
@@ -26,7 +26,7 @@ def layout(dtype: str) -> str:
 
 
 def weight_scheme(dtype: str) -> dict[str, Any]:
-    """The compressed-tensors arguments for weights in a dtype of `DESCRIBED`."""
+    """Return the compressed-tensors arguments for weights in a dtype of `DESCRIBED`."""
     row = dtypes.BY_NAME[dtype]
     scheme: dict[str, Any] = {"num_bits": row.bits, "type": row.kind, "symmetric": True}
     blocks = row.blocks
@@ -43,11 +43,11 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
 
 
 def activation_scheme(dtype: str) -> dict[str, Any] | None:
-    """The compressed-tensors arguments for quantising the inputs of weights in a dtype of `DESCRIBED` while a model runs; None if
-    runtimes keep these inputs unquantized.
+    """Return the compressed-tensors arguments for quantising the inputs of weights in a dtype of `DESCRIBED` while a model runs, or
+    None if runtimes keep these inputs unquantized.
 
-    They are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale
-    for each token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
+    The arguments are those of the schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a
+    scale for each token, or for each block of a token. NVFP4 also has one scale for all inputs of a layer, which the file holds.
     """
     row = dtypes.BY_NAME[dtype]
     if not dtypes.quantizes_activations(dtype):
@@ -63,6 +63,6 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
 
 
 def keeps_input_scale(dtype: str) -> bool:
-    """Whether a file must hold a scale for the quantised inputs of a layer whose weight has this format (NVFP4)."""
+    """Return whether a file must hold an input scale for a layer whose weight has this format. Only NVFP4 requires it."""
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks is not None and blocks.tensor_scale and dtypes.quantizes_activations(dtype)

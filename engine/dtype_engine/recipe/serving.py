@@ -1,7 +1,7 @@
-"""Predicts what a runtime would do with an export of a plan. Each rule names the source file of the runtime that it comes from.
+"""Predicts how a runtime would treat an export of a plan. Each check names the source file of the runtime that it is based on.
 
 The sources are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
-Both read an export in the layout that it is written in: compressed-tensors, or DeepSeek's fp8.
+Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _MARLIN_OUT, _MARLIN_IN = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule of a runtime that a plan breaks."""
+    """A rule of a runtime that a plan breaks, and the tensors that break it."""
 
     effect: Effect
-    """What the runtime does with these tensors."""
+    """How the runtime treats these tensors."""
     why: str
     source: str
-    """The file and function of the runtime that has the rule."""
+    """The file and function of the runtime that implement the rule."""
     tensors: tuple[str, ...]
-    """Canonical names of the tensors that the finding is about."""
+    """Canonical names of the tensors that break the rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLint:
-    """All findings for a plan in one runtime."""
+    """All rules of one runtime that a plan breaks."""
 
     runtime: str
     quantised: int
@@ -51,7 +51,7 @@ class ServingLint:
 
     @property
     def loads(self) -> bool:
-        """Whether the runtime refuses nothing, as far as these rules can predict."""
+        """Whether the runtime refuses nothing, as far as these checks can predict."""
         return not any(finding.effect == "refused" for finding in self.findings)
 
 
@@ -75,7 +75,7 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Weights for which no public layout exists, so that an export has them in a layout that only this program reads."""
+    """Report weights that have no public layout, so that an export has them in a layout that only this program reads."""
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
         if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
@@ -86,7 +86,7 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Why no other program can read a weight in a storage format; None if one can.
+    """Explain why no other program can read a weight in a storage format. Returns None if another program can.
 
     experts: treat experts that the model packs into one tensor as linear layers, as exports and the original files store them.
     """
@@ -105,7 +105,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
 
 
 def _packed_experts(tree: Tree, name: str) -> bool:
-    """Whether the model packs a layer's experts, which the files store separately, into this weight."""
+    """Return whether this weight packs the experts of a layer, which the files store separately."""
     tensor = tree.tensors[name]
     return (
         len(tensor.shape) == 3
@@ -122,7 +122,7 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Mixture-of-experts models make their routers with `quant_config=None`, so a router has no parameter for scales."""
+    """Report quantised routers. Mixture-of-experts models create routers with `quant_config=None`, without scale parameters."""
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
         where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
@@ -130,7 +130,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`should_ignore_layer` raises if only some members of a fused layer are ignored; of different schemes, the first is used."""
+    """Report fused layers in several formats. `should_ignore_layer` raises if some but not all members are ignored."""
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
@@ -138,7 +138,7 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
 
 
 def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`get_moe_method` looks up the scheme of each projection of a layer's experts, and raises if they differ."""
+    """Report experts in several formats: `get_moe_method` raises if the schemes of a layer's projections differ."""
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
         if _packed_experts(context.tree, name):
@@ -152,7 +152,7 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """A fused layer with a missing member gets no scheme, because `_match_fused_layer` requires a match for every member."""
+    """Report fused layers with a missing member, which get no scheme: `_match_fused_layer` requires a match for every member."""
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
         expected = siblings(group[0])
@@ -163,7 +163,7 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`_quantization_scheme_map_from_config` asserts that only float weights have unquantized inputs in these layouts."""
+    """Report int8 weights with unquantized inputs, which `_quantization_scheme_map_from_config` allows only for float weights."""
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
         why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
@@ -172,7 +172,7 @@ def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iter
 
 
 def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """With one fp8 scale per tensor, runtimes requantise the members of a fused layer with the largest of their scales."""
+    """Report fused layers with one fp8 scale per tensor. Runtimes requantise all members with the largest of their scales."""
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
     for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
@@ -180,7 +180,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """`validate_fp8_block_shape` requires that blocks divide the outputs of every member of a fused layer."""
+    """Report fused layers in which blocks do not divide the outputs of every member. `validate_fp8_block_shape` requires this."""
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
@@ -194,15 +194,15 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Whether a format's blocks divide the outputs of every weight in the fused group of `name`; True if it is not fused."""
+    """Return whether a format's blocks divide the outputs of every weight in the fused group of `name`; True without a group."""
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
 
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Marlin, the kernel for grouped integers, needs outputs in multiples of 64 and inputs in multiples of 128. Few devices have a
-    kernel for other shapes.
+    """Report shapes that Marlin, the kernel for group-quantized integers, does not support: it needs outputs in multiples of 64 and
+    inputs in multiples of 128. Few devices have a kernel for other shapes.
     """
     written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
@@ -222,7 +222,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """SGLang takes the scheme of activations from the single format of a checkpoint, and does not support `mixed-precision`."""
+    """Report several layouts in one checkpoint: SGLang reads the activation scheme of a single format, not `mixed-precision`."""
     written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
@@ -231,7 +231,7 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
 
 
 def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """SGLang's `_is_wNa16_group_channel` requires symmetric weights, without zero points."""
+    """Report weights with zero points. SGLang's `_is_wNa16_group_channel` requires symmetric weights."""
     names = tuple(
         name for name, dtype in _written(context, quantised).items()
         if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
@@ -242,8 +242,8 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
 
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """MXFP4 and MXFP8 are served with quantised activations even if the checkpoint does not request them. DeepSeek's fp8 layout
-    always requests them.
+    """Report formats that are always served with quantised activations: DeepSeek's fp8 layout requests them, and MXFP4 and MXFP8
+    are served with them even without a request.
     """
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:
@@ -263,7 +263,7 @@ def _block_rows(dtype: str) -> int:
 
 
 def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """The findings as lines of text. `shown` abbreviates a list of tensor names."""
+    """Return the findings as lines of text. shown: abbreviates a list of tensor names."""
     lines = []
     for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 
 class Identifier(str):
-    """A name in the model, or a pattern. It is formatted as code, and never interpreted as markup."""
+    """A name in the model, or a pattern. Reports format it as code, and never interpret it as markup."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. The columns from index `numbers` on are right-aligned; -1 for none."""
+    """Rows of text. The columns from index `numbers` on are right-aligned; with -1, none are."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -22,16 +22,16 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class StackedBars:
-    """Bars on one scale, one below the other."""
+    """Stacked bars on one scale, one below the other."""
 
     title: str
     bars: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...]
-    """For each bar its label and its pieces. A piece is a name, a size, and the text that shows both."""
+    """The label and the pieces of each bar. A piece is a name, a size, and the text that shows both."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarChart:
-    """One value for each name, in order; None where there is no value. A larger value is better."""
+    """One value for each name, in order, or None if the name has no value. A larger value is better."""
 
     title: str
     points: tuple[tuple[str, float | None], ...]

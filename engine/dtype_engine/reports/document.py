@@ -47,10 +47,10 @@ def build_report(
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
 ) -> Report:
-    """The report of a plan.
+    """Build the report of a plan.
 
-    drift: a measurement of the plan's recipe. no_drift: why there is no measurement. lost: without a measurement, the weights whose
-    cast loses values, or None where that was not counted.
+    drift: a measurement of the plan's recipe. no_drift: why there is no measurement. lost: if there is no measurement, the weights
+    whose casts lose values, or None if they were not counted.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -90,7 +90,7 @@ def _top(drift: DriftReport) -> str:
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """The section about weights that lose values, if any rule casts weights."""
+    """Return the section about weights that lose values, if any rule casts weights."""
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
@@ -112,7 +112,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """The section with every rule of a plan, how many tensors it matches, and for how many it decides."""
+    """Return the section with every rule of a plan, the number of tensors that it matches, and the number for which it decides."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -180,7 +180,7 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """The section with the figures of one measurement, or with the reason why there is none."""
+    """Return the section with the metrics of one measurement, or with the reason why there is no measurement."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
@@ -219,7 +219,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """The section with the modules of the model, from the root down to the level that fits in about forty rows."""
+    """Return the section with the modules of the model, from the root down to the level that fits in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _outline(tree):
@@ -239,7 +239,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """The lines of the outline: the tree from the root down, as many levels as fit. Numbered modules of one class share a line."""
+    """Return the outline's lines: as many levels of the tree as fit, from the root. Numbered modules of one class share a line."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -251,7 +251,7 @@ def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """The lines of the outline one level below a line."""
+    """Return the lines of the outline one level below a line."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):
@@ -298,7 +298,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
 
 
 def worst_table(worst: Iterable[ModuleDrift]) -> Table:
-    """A table with one row of figures for each module."""
+    """Return a table with one row of metrics for each module."""
     rows = tuple((Identifier(printable(reading.name, 200)), *_figures(reading)) for reading in worst)
     return Table(("the worst", *_FIGURES), rows, 1)
 

@@ -1,4 +1,4 @@
-"""A report as one HTML file that downloads nothing, runs no scripts, and escapes all of its texts."""
+"""Writes a report as one HTML file that downloads nothing, runs no scripts, and escapes all of its texts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def as_html(report: Report) -> str:
-    """The whole document, made from `page.html.jinja`. Its content security policy forbids scripts and downloads."""
+    """Return the whole document, rendered from `page.html.jinja`. Its content security policy forbids scripts and downloads."""
     return _page("page.html.jinja").render(report=report)
 
 
 def as_fragment(report: Report) -> str:
-    """Only the title, the summary and the sections, for a cell of a notebook."""
+    """Return only the title, the summary and the sections, for a notebook cell."""
     return f"<div>{_page('body.html.jinja').render(report=report)}</div>"
 
 
@@ -29,7 +29,7 @@ def _page(name: str) -> Template:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Make a text printable, unless the template itself has made it. Jinja escapes it as HTML afterwards."""
+        """Make a text printable, unless the template itself created it. Jinja escapes it as HTML afterwards."""
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 
     environment = jinja2.Environment(

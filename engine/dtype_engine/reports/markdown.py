@@ -1,4 +1,4 @@
-"""A report as Markdown, which can be read as text, kept in a repository and compared line by line."""
+"""Writes a report as Markdown, which can be read as text, kept in a repository and compared line by line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PROFILE_ROWS = 60
 
 
 def as_markdown(report: Report) -> str:
-    """The report as Markdown. Names are formatted as code, so that they are not interpreted as Markdown or HTML."""
+    """Return the report as Markdown. Names are formatted as code, so that they are not interpreted as Markdown or HTML."""
     lines = [f"# {_text(report.title)}", "", _text(report.summary), ""]
     for section in report.sections:
         lines += _section(section)

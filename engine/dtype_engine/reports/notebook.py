@@ -1,4 +1,4 @@
-"""What a notebook shows for a session and its results: sections of a report, as a fragment of HTML."""
+"""Shows a session and its results in a notebook: sections of a report, as a fragment of HTML."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
 
 _ROWS = 12
-"""The most modules or weights that a cell lists, the worst first."""
+"""Maximum number of modules or weights that a cell lists, the worst first."""
 
 
 def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
-    """HTML for an open model: its rules, and its modules with their dtypes and bytes."""
+    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes."""
     sections = (rules_section(tree, plan), tree_section(tree, plan))
     size = (
         f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} planned; {printable(inputs, 300)}."
@@ -28,12 +28,12 @@ def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
 
 
 def tree_html(tree: Tree) -> str:
-    """HTML for the modules of a model as it is stored."""
+    """Return HTML for the modules of a model as stored."""
     return as_fragment(Report("Tree", repr(tree), (tree_section(tree, make_plan(tree, Recipe())),)))
 
 
 def drift_html(report: DriftReport) -> str:
-    """HTML for the figures of a measurement, and the modules that drift most."""
+    """Return HTML for the metrics of a measurement, and the modules that drift most."""
     sections = [drift_section(report)]
     if worst := worst_modules(report.modules)[:_ROWS]:
         sections.append(Section("Where it drifts", (worst_table(worst),)))
@@ -45,7 +45,7 @@ def drift_html(report: DriftReport) -> str:
 
 
 def scan_html(report: ScanReport) -> str:
-    """HTML for the sum of the scores in each dtype, and the weights with the highest scores."""
+    """Return HTML for the sum of the scores in each dtype, and the weights with the highest scores."""
     most = sorted(report.weights, key=lambda weight: -weight.score)[:_ROWS]
     rows = tuple(
         (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))
@@ -69,7 +69,7 @@ def scan_html(report: ScanReport) -> str:
 
 
 def drift_repr(report: DriftReport) -> str:
-    """The `repr` of a drift report: its main figures in five lines."""
+    """Return the `repr` of a drift report: its main metrics in five lines."""
     output, memory = report.output, report.memory
     figures = [] if output.kl_mean is None else [f"KL {with_error(output.kl_mean, output.kl_mean_se)} nats"]
     figures += [f"SQNR {decibels(output.sqnr_db)}", f"max |Δ| {output.max_abs:.4e}"]

@@ -1,4 +1,4 @@
-"""Renders a report in the format that the name of its file asks for."""
+"""Renders a report in the format that its file extension names."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FORMATS: dict[str, Callable[[Report], str]] = {
 
 
 def check_name(path: Path) -> None:
-    """Raise UserError where the ending of a file's name is not that of a format for reports."""
+    """Raise UserError if the extension of a file is not that of a report format."""
     if path.suffix.lower() not in FORMATS:
         raise UserError(f"can't tell the format of {path}: name a report .html or .md")
 
 
 def render(report: Report, path: Path) -> str:
-    """The text of a report, in the format of the file's name. Raises UserError as `check_name` does."""
+    """Return the text of a report, in the format of the file's extension. Raises UserError like `check_name`."""
     check_name(path)
     return FORMATS[path.suffix.lower()](report)

@@ -1,4 +1,4 @@
-"""Charts as SVG, to be embedded in a page. Everything that a colour shows is also written as text."""
+"""Draws charts as SVG, to be embedded in a page. All that a colour shows is also written as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _COLOURS = ("#4477aa", "#ee8866", "#44aa77", "#aa4488", "#bbaa33", "#888888")
 
 
 def stacked_bars_svg(chart: StackedBars) -> str:
-    """A chart of stacked bars on one scale, with the names of the pieces below each bar."""
+    """Return a chart of stacked bars on one scale, with the names of the pieces below each bar."""
     largest = max((sum(size for _, size, _ in pieces) for _, pieces in chart.bars), default=0.0)
     if not largest:
         return ""
@@ -40,7 +40,7 @@ def stacked_bars_svg(chart: StackedBars) -> str:
 
 
 def bar_chart_svg(chart: BarChart) -> str:
-    """A chart with one column for each name, in order. The three lowest values are marked and named."""
+    """Return a chart with one column for each name, in order. The three lowest values are marked and named."""
     values = [value for _, value in chart.points if value is not None]
     if not values:
         return ""

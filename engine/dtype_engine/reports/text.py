@@ -1,4 +1,4 @@
-"""Results as text for a terminal, in plain columns."""
+"""Formats results as text for a terminal, in plain columns."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """The number of parameters: `-` where all are tied to others, `> 1.2 M` or `unknown` where packed weights hide their number."""
+    """Return the number of parameters, `-` if all are tied to others, or `> 1.2 M` or `unknown` if packed weights hide theirs."""
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
     return "-" if totals.tied and not totals.nbytes else human_count(totals.parameters)
 
 
 def mix_text(totals: Totals) -> str:
-    """`bf16 83 % · f32 17 %`: the share of each dtype in the bytes, or only the name where there is one dtype."""
+    """Return the share of each dtype in the bytes, as in `bf16 83 % · f32 17 %`, or only the dtype's name if there is one."""
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
@@ -53,7 +53,7 @@ def found_text(coverage: Coverage | None) -> str:
 
 
 def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
-    """Every module with its dtypes, parameters and bytes, and every tensor under it."""
+    """Return every module with its dtypes, parameters and bytes, and the tensors of each module."""
     totals = tree.totals(plan.dtypes)
     rows = [("module", "dtype, % of bytes", "parameters", "bytes")]
     for module in tree.walk():
@@ -98,7 +98,7 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Both continuations of a prompt, with the first token that differs in brackets."""
+    """Return both continuations of a prompt, with the first token that differs in brackets."""
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -113,19 +113,19 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """A sentence that says where two texts start to differ."""
+    """Return a sentence that says where two texts start to differ."""
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
     return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"
 
 
 def _one_line(text: str) -> str:
-    """The text in one line that is safe for a terminal, with ⏎ for each newline."""
+    """Return the text in one line that is safe for a terminal, with ⏎ for each newline."""
     return printable(text.replace("\n", "⏎"), 10_000)
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """One line for each tensor that the casts change, in order of decreasing SQNR."""
+    """Return one line for each tensor that the casts change, in order of decreasing SQNR."""
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
@@ -146,7 +146,7 @@ def weights_text(errors: Sequence[WeightError]) -> str:
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
-    """One line about the tensors on which no cast was tried."""
+    """Return one line about the tensors on which no cast was tried."""
     if not skipped:
         return ""
     first = skipped[0]
@@ -154,7 +154,7 @@ def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
 
 
 def speed_text(report: SpeedReport) -> str:
-    """The times of all variants, each compared with the reference."""
+    """Return the times of all variants, each compared with the reference."""
     lines = [
         f"model      {report.model} on {report.device}, {report.threads} threads",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
@@ -166,7 +166,7 @@ def speed_text(report: SpeedReport) -> str:
 
 
 def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
-    """The median with its range, the tokens per second, and how fast the row is compared with the first row."""
+    """Return a row's cells: the median with its range, the tokens per second, and the speed relative to the first row."""
     cells = [
         f"{seconds_text(row.seconds)} ({seconds_text(row.fastest)} to {seconds_text(row.slowest)}, {row.repeats} passes)"
     ]
@@ -185,7 +185,7 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 
 def drift_text(report: DriftReport) -> str:
-    """The figures of one measurement, and the modules with the lowest SQNR."""
+    """Return the metrics of one measurement, and the modules with the lowest SQNR."""
     from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
     output, memory = report.output, report.memory
@@ -242,7 +242,7 @@ def drift_text(report: DriftReport) -> str:
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
-    """A table of implicit casts, in the order of `casts`."""
+    """Return a table of implicit casts, in the order of `casts`."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]

@@ -1,4 +1,4 @@
-"""Text about the noise floor, limits, causes of drift, and values that are not finite."""
+"""Formats text about the noise floor, limits, causes of drift, and values that are not finite."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""A part that drifts this many times as much as the whole model can't be called a share of its drift."""
+"""If a part drifts this many times as much as the whole model, its drift is not shown as a share of the model's drift."""
 
 
 def extent_text(extent: Extent) -> str:
-    """`2 of 6 sequences, 184 tokens`: how much of the inputs some figures cover, and how many positions are padding."""
+    """Say how much of the inputs some metrics cover, and how much is padding, as in `2 of 6 sequences, 184 tokens`."""
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
     return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str:
-    """`1.234e-03 ± 2e-05`: the mean KL in nats with its standard error over positions; where not all inputs were run, with the
-    standard error of the estimate for all of them.
+    """Return the mean KL in nats with its standard error over positions, as in `1.234e-03 ± 2e-05`. If not all inputs were run, the
+    standard error is that of the estimate for all inputs.
     """
     assert output.kl_mean is not None
     error = output.kl_mean_se
@@ -40,7 +40,7 @@ def kl_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def sqnr_text(output: OutputDrift, extent: Extent) -> str:
-    """`43.17 dB`; where not all inputs were run, `43.17 dB ± 0.40` with the standard error of the estimate for all of them."""
+    """Return the SQNR as `43.17 dB`. If not all inputs were run, add the standard error of the estimate: `43.17 dB ± 0.40`."""
     words = decibels(output.sqnr_db)
     if extent.whole or extent.rel_l2_error is None or not math.isfinite(output.sqnr_db):
         return words
@@ -48,7 +48,7 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """`2 of 6 sequences`: how many sequences the figures of modules cover; "" where they cover all."""
+    """Say how many sequences the metrics of modules cover, as in `2 of 6 sequences`, or "" if they cover all."""
     extent = report.sequences
     if report.modules_sequences >= extent.total:
         return ""
@@ -56,7 +56,7 @@ def modules_extent_text(report: DriftReport) -> str:
 
 
 def partial_text(reading: PartialDrift) -> str:
-    """`KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`: the figures so far of a measurement that is running."""
+    """Return the current metrics of a running measurement: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`."""
     output, extent = reading.output, reading.extent
     if output.nonfinite:
         return "not finite"
@@ -67,7 +67,7 @@ def partial_text(reading: PartialDrift) -> str:
 
 
 def floor_text(floor: NoiseFloor) -> str:
-    """`KL 9.0e-13 nats, 128.0 dB`: the noise floor."""
+    """Return the noise floor as text: `KL 9.0e-13 nats, 128.0 dB`."""
     if not floor.ways:
         return "not known: this model's reference runs in only one way"
     kl = f"KL {floor.kl_mean:.1e} nats, " if floor.kl_mean is not None else ""
@@ -76,7 +76,7 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Lines that say what the drift means, and, where the noise floor was measured, its figures and how it was found."""
+    """Return lines that say what the drift means and, if the noise floor was measured, the floor and how it was measured."""
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -87,7 +87,7 @@ def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable
 
 
 def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
-    """Lines that say where values stop being finite, which values cause it, and which rule makes the output finite."""
+    """Return lines that say where values stop being finite, which values cause it, and which rule makes the output finite."""
     lines = [f"not finite {first_sentence(diagnosis)}"]
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
@@ -107,7 +107,7 @@ def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """The first module and operation whose result is not finite."""
+    """Return a sentence that names the first module and operation whose result is not finite."""
     where = diagnosis.module if diagnosis.operation else diagnosis.first_module
     module = printable(where, 300) or "the model itself"
     if not diagnosis.operation:
@@ -117,7 +117,7 @@ def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """Name the values beyond the range of the dtype, or the constant that the dtype can't hold; "" where neither is known."""
+    """Return a sentence about the values beyond the dtype's range or a constant the dtype can't hold, or "" if both are unknown."""
     if diagnosis.constant is not None and diagnosis.limit is not None:
         if abs(diagnosis.constant) > 1:
             beyond = f"is beyond the range of {diagnosis.dtype}, which holds up to {diagnosis.limit:.5g}"
@@ -135,7 +135,7 @@ def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def causes_headline(report: AttributionReport) -> str:
-    """A sentence about the largest cause: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
+    """Return a sentence about the largest cause: `62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
     if report.whole == 0:
         return f"the weights' dtypes change nothing in the output over these {report.positions:,} positions"
     if not report.causes:
@@ -153,12 +153,12 @@ def causes_headline(report: AttributionReport) -> str:
 
 
 def share_words(contribution: Contribution) -> str:
-    """The share of a contribution in the whole drift, in percent."""
+    """Return a contribution's share of the whole drift, in percent."""
     return "-" if contribution.share is None else f"{100 * contribution.share:.1f} %"
 
 
 def causes_footing(report: AttributionReport) -> str:
-    """The drift of the whole recipe, and the sum of the contributions."""
+    """Return a sentence with the drift of the whole recipe and the sum of the contributions."""
     together = (
         f", {100 * report.together / report.whole:.0f} % of it" if report.whole and math.isfinite(report.whole) else ""
     )
@@ -169,7 +169,7 @@ def causes_footing(report: AttributionReport) -> str:
 
 
 def causes_text(report: AttributionReport) -> str:
-    """A sentence that names the largest cause, and a table of the largest causes."""
+    """Return a sentence that names the largest cause, and a table of the largest causes."""
     lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
     if not report.causes:
         return lines[0]
@@ -189,11 +189,11 @@ def causes_text(report: AttributionReport) -> str:
 
 
 def cause_label(contribution: Contribution) -> str:
-    """The name of a module, and how many modules with weights it contains."""
+    """Return the name of a module, and how many modules with weights it contains."""
     name = printable(contribution.name, 200) or "the model itself"
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """One line for each limit."""
+    """Return one line for each limit."""
     return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in verdicts]

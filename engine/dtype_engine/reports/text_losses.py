@@ -1,4 +1,4 @@
-"""Sentences about the values that casts lose."""
+"""Formats sentences about the values that casts lose."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
 
 HELP = (
-    "Values lost: finite values that become infinite in the dtype they are cast to, and others that become zero. Each tensor "
-    "that loses values is listed by name, except where the loss is only rounding: fewer than 1 in 100 of its values became "
-    "zero (in int8, where all values under half a step do, fewer than half), and no whole output channel did."
+    "Values lost: finite values that a cast makes infinite, and values other than zero that it makes zero. Each tensor that loses "
+    "values is listed by name, unless the loss is only rounding: fewer than 1 in 100 of its values became zero (fewer than half in "
+    "int8, in which all values under half a step become zero), and no whole output channel did."
 )
 
 
 def loss_sentence(loss: ValueLoss) -> str:
-    """A sentence about one tensor: `conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
+    """Return a sentence about one tensor: `conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
     return f"{printable(loss.tensor, 200)}: {loss_words(loss)}"
 
 
 def loss_words(loss: ValueLoss) -> str:
-    """What the cast of one tensor lost: `64 of 128 values became infinite in float16`."""
+    """Return how the cast of one tensor lost values, as in `64 of 128 values became infinite in float16`."""
     parts = []
     if loss.overflowed:
         parts.append(f"{_of(loss.overflowed, loss)} became infinite")
@@ -51,7 +51,7 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """The sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" where rounding is the only loss."""
+    """Return the sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" if rounding is the only loss."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -66,7 +66,7 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """A sentence for each of the first `most` tensors that lose more than by rounding, then one sentence for the rounding."""
+    """Return a sentence for each of the first `most` tensors that lose more than by rounding, and one about the rounding."""
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
@@ -80,19 +80,19 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """A sentence for each of the first `most` tensors that lose more than by rounding, and the number of further ones."""
+    """Return a sentence for each of the first `most` tensors that lose more than by rounding, and the number of further tensors."""
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
-    """The lines about losses in a report for a terminal; empty where nothing is lost."""
+    """Return the lines about losses in a report for a terminal, or an empty list if no values are lost."""
     return [f"{'lost' if not index else '':<10} {line}" for index, line in enumerate(loss_sentences(losses))]
 
 
 def loss_notice(losses: Sequence[ValueLoss]) -> str:
-    """One line about the losses for standard error or a notice; "" where rounding is the only loss."""
+    """Return one line about the losses for standard error or a notice, or "" if rounding is the only loss."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -101,7 +101,7 @@ def loss_notice(losses: Sequence[ValueLoss]) -> str:
 
 
 def remedy_lines(remedy: LossRemedy | None) -> list[str]:
-    """Lines with the rules that keep the values, and the drift without and with them."""
+    """Return lines with the rules that keep the values, and the drift without and with these rules."""
     if remedy is None:
         return ["suggest    nothing: no cast loses values, except by rounding"]
     casts = " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in remedy.rules)
@@ -109,7 +109,7 @@ def remedy_lines(remedy: LossRemedy | None) -> list[str]:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """The effect of a remedy: `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
+    """Return the effect of a remedy, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

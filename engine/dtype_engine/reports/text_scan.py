@@ -1,4 +1,4 @@
-"""Scans and searches as text for a terminal, in plain columns."""
+"""Formats scans and searches as text for a terminal, in plain columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROWS = 20
 
 
 def scan_text(report: ScanReport) -> str:
-    """The sum of the scores in each dtype, and the weights with the highest scores."""
+    """Return the sum of the scores in each dtype, and the weights with the highest scores."""
     how = "each measured alone" if report.exact else f"estimated, {report.draws} backward passes a sequence"
     passes = report.scan_seconds / report.forward_seconds if report.forward_seconds else math.nan
     lines = [
@@ -43,7 +43,7 @@ def scan_text(report: ScanReport) -> str:
 
 
 def search_text(report: SearchReport) -> str:
-    """The recipe that was found, with its predicted and its measured drift, and at most twelve points of the Pareto front."""
+    """Return the recipe that was found, its predicted and measured drift, and at most twelve points of the Pareto front."""
     lines = [
         f"model      {report.model}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",
@@ -68,7 +68,7 @@ def search_text(report: SearchReport) -> str:
 
 
 def _some(points: Sequence[FrontPoint], most: int) -> list[FrontPoint]:
-    """At most `most` points at even steps, with the first and the last among them."""
+    """Return at most `most` points at even steps, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(step * (len(points) - 1) / (most - 1))] for step in range(most)]

@@ -1,4 +1,4 @@
-"""A sweep as text for a terminal: a table, and a plot made of characters."""
+"""Formats a sweep as text for a terminal: a table, and a plot drawn with characters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """One line for each recipe, the smallest first, with `*` where no other recipe is better; then a plot of drift over bytes."""
+    """Return one line for each recipe, smallest first, with `*` if no other recipe is better, then a plot of drift over bytes."""
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",
@@ -34,7 +34,7 @@ def sweep_text(report: SweepReport) -> str:
 
 
 def _plot(rows: Sequence[SweepRow]) -> list[str]:
-    """A plot of drift (upwards, logarithmic) over planned bytes; empty where fewer than two recipes have a finite drift above 0."""
+    """Return a plot of drift (upwards, logarithmic) over planned bytes; empty unless two recipes have a finite drift above 0."""
     shown = [row for row in rows if 0 < row.drift < math.inf]
     if len(shown) < 2:
         return []

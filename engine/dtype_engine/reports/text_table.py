@@ -1,4 +1,4 @@
-"""Tables of plain text for a terminal or a pipe, without lines, colours or trailing spaces."""
+"""Formats tables as plain text for a terminal or a pipe, without lines, colours or trailing spaces."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def table_lines(rows: Sequence[Sequence[str]], right: Collection[int] = (), indent: str = "") -> list[str]:
-    """One line for each row. A column is as wide as its widest cell, with two spaces between columns. right: the indices of the
-    columns that are right-aligned.
-    """
+    """Return one line per row. Columns fit their widest cell and are two spaces apart. right: indices of right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         indent

@@ -1,4 +1,4 @@
-"""The versions of everything that the figures of a measurement may depend on."""
+"""Lists the versions of all software on which the metrics of a measurement may depend."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dtype_engine.core.version import __version__
 
 
 def versions() -> dict[str, str]:
-    """The versions of the program, of the libraries that do the arithmetic, of Python and of the system. No library is imported.
+    """Return the versions of the program, of the libraries that do the arithmetic, of Python and of the system. Imports no library.
 
-    If a library has been imported, as for every measurement, its own `__version__` is used: torch's includes the build
-    (`2.13.0+cpu`), and two builds may differ in the last digits of a figure. Otherwise the version of the installed package is
+    If a library is already imported, as for every measurement, its own `__version__` is used: torch's includes the build
+    (`2.13.0+cpu`), and two builds may differ in the last digits of a metric. Otherwise the version of the installed package is
     used, which may lack the build.
     """
     named = {"dtype_engine": __version__}

@@ -1,4 +1,4 @@
-"""Results that explain a drift: the noise floor, the causes, where values stop being finite, and remedies for lost values."""
+"""Results that explain a drift: the noise floor, the causes, the first values that are not finite, and remedies for lost values."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
-"""The relative L2 error up to which a drift may be noise. Summing in another order changes a float32 output by about 1e-7 of
-itself; the rest is a margin for deep models.
+"""Maximum relative L2 error of a drift that may be noise. Summing in another order changes a float32 output by about 1e-7 of its
+size. The rest is a margin for deep models.
 """
 
 
 def near_floor(output: OutputDrift) -> bool:
-    """Whether a drift is so small that it may be under the noise floor, which is then worth measuring. False without any drift."""
+    """Return whether a drift is so small that it may be below the noise floor, which is then worth measuring. False if it is 0."""
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloor:
-    """The drift of the reference against itself, when the same float32 arithmetic is done in another order."""
+    """The drift of the reference from itself, if the same float32 arithmetic is done in another order."""
 
     ways: tuple[str, ...]
-    """How the reference was run again, such as "eager attention" or "batch of two". Each figure is the worst of all ways. Empty
-    where this model can't be run in another way, so that the floor is not known.
+    """The ways in which the reference was run again, such as "eager attention" or "batch of two". Each metric is the worst of all
+    ways. If the model can't be run in another way, this is empty and the floor is unknown.
     """
     positions: int
     """How many rows of the main output were compared."""
@@ -35,7 +35,7 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Whether a drift does not exceed the floor, and so is only noise. Mean KL is compared if both have one, else SQNR."""
+        """Return whether a drift does not exceed the floor, and so is only noise. Compares mean KL if both have one, else SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -45,19 +45,19 @@ class NoiseFloor:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one part of the model adds to the output's drift."""
+    """The drift that one part of the model adds to the output's drift."""
 
     name: str
-    """The module that contains the part."""
+    """The name of the module that contains the part."""
     modules: int
     """How many modules with weights are in the part."""
     drift: float
-    """The drift of the main output when only this part is cast, in the report's unit; infinity where the output is not finite."""
+    """The drift of the main output if only this part is cast, in the report's unit; infinity if the output is not finite."""
     share: float | None
-    """`drift` over the drift of the whole recipe on the same inputs; None where that is not finite."""
+    """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
-    """The SQNR of this part's own output in that run. Its inputs are those of the reference, so this is only its own error. None
-    where the part is not one module with an output to compare.
+    """The SQNR of the part's own output if only this part is cast. The part's inputs are then those of the reference, so this is
+    only its own error. None if the part is not one module with an output to compare.
     """
 
 
@@ -76,7 +76,7 @@ class AttributionReport:
     positions: int
     """How many rows of the main output were compared."""
     passes: int
-    """How many forward passes were run, some of them only from the first changed module on."""
+    """How many forward passes were run. Some of them began only at the first changed module."""
     seconds: float
     causes: tuple[Contribution, ...]
     """The contributions, the largest first."""
@@ -84,32 +84,32 @@ class AttributionReport:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteDiagnosis:
-    """Where values stop being finite, and a rule that prevents it.
+    """The place where values stop being finite, and a rule that prevents it.
 
-    `module`, `operation` and `dtype` describe the first operation that makes a value that is not finite from finite ones.
+    `module`, `operation` and `dtype` describe the first operation that computes a non-finite value from finite ones.
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]
-    """What is beyond the range of the dtype: values of `weights`; the result of an operation, or an activation that is cast for
-    one. "reference": the float32 reference itself is not finite.
+    """Which values exceed the range of the dtype: "weight": values of `weights`. "activation": the result of an operation, or an
+    activation that is cast for one. "reference": the float32 reference itself is not finite.
     """
     first_module: str
-    """The first module whose output is not finite where that of the reference is."""
+    """The first module with an output that is not finite although the reference's output is."""
     module: str
     """The module whose code runs the operation; "" for the model itself."""
     operation: str
     dtype: str
     limit: float | None
-    """The largest value of the dtype."""
+    """The largest finite value of the dtype."""
     weights: tuple[str, ...]
     largest: float | None
     """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: str | None
-    """A rule that was tried and makes the output finite wherever the reference is; None where none was found."""
+    """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """Why there is no remedy; with a remedy, where the reference is not finite."""
+    """Why there is no remedy or, if there is one, where the reference itself is not finite."""
     constant: float | None = None
     """A number of the model's code that the dtype does not hold: a mask's, infinite in it, or an epsilon, which is zero."""
     before: OutputDrift | None = None
@@ -120,23 +120,23 @@ class NonFiniteDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Rules that keep the values which a recipe loses. They are to be added after the recipe's own rules."""
+    """Rules that keep the values which a recipe loses. The user adds them after the recipe's own rules."""
 
     rules: tuple[str, ...]
     tensors: tuple[str, ...]
-    """The tensors that the rules match. Each gets the nearest dtype that holds its values."""
+    """The tensors that the rules match. Each gets the nearest dtype that can hold its values."""
     planned_bytes_before: int
     """The planned bytes of the whole model without the rules."""
     planned_bytes: int
     """The planned bytes of the whole model with the rules."""
     before: OutputDrift | None = None
-    """The drift of the main output without the rules; None where the model can't be run."""
+    """The drift of the main output without the rules, or None if the model can't be run."""
     after: OutputDrift | None = None
-    """The drift of the main output with the rules, over the same inputs."""
+    """The drift of the main output with the rules, over the same inputs as `before`."""
     reason: str = ""
     """Why the model can't be run."""
 
     @property
     def improves(self) -> bool:
-        """Whether the rules were tried and the output drifts less with them."""
+        """Whether the rules were tried and reduce the drift of the output."""
         return self.before is not None and self.after is not None and drifts_less(self.after, self.before)

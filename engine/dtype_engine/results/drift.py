@@ -1,6 +1,6 @@
 """How far outputs are from the reference, as plain data that panes show and `--json` prints.
 
-Times are in seconds, KL in nats per position, SQNR in decibels. A figure that was not or could not be measured is None.
+Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not or could not be measured is None.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dtype_engine.results.memory import MemoryStats
 class OutputDrift:
     """How far the main output is from the reference, over all its elements, computed in float64.
 
-    c is the candidate's output, r the reference's. `_se` is the standard error of a mean over positions; percentiles (`_p999` is
-    the 99.9th, `_p01` the 0.1th) need 100 positions. How each is computed, and by whose definition:
-    `runtime/numerics/compare/metrics.py`.
+    c is the candidate's output, r the reference's; q and p are their distributions. `_se` is the standard error of a mean over
+    positions; percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need 100 positions. `runtime/numerics/compare/metrics.py` says
+    how each metric is computed, and by whose definition.
     """
 
     elements: int
@@ -35,11 +35,11 @@ class OutputDrift:
     rel_l2: float
     """‖c - r‖ / ‖r‖."""
     sqnr_db: float
-    """20 log10(‖r‖ / ‖c - r‖), decibels; infinity where nothing differs."""
+    """20 log10(‖r‖ / ‖c - r‖), decibels; infinity if c equals r."""
     cosine: float
     """r·c / (‖r‖ ‖c‖)."""
     nonfinite: int
-    """Elements that are not finite in c and not the same in r."""
+    """The number of elements of c that are not finite and differ from r."""
 
     # The fields below are set where the output holds a distribution at each position: p is the reference's, q the candidate's.
     positions: int | None = None
@@ -52,24 +52,24 @@ class OutputDrift:
     kl_p999: float | None = None
     kl_max: float | None = None
     top1_agreement: float | None = None
-    """The share of positions (0 to 1) with the same most likely class."""
+    """The share of positions (0 to 1) at which p and q have the same most likely class."""
     top1_agreement_se: float | None = None
 
     # The fields below are set where the next token of the text is known.
     scored_tokens: int | None = None
     """How many positions have a known next token."""
     dp_mean: float | None = None
-    """The mean of q - p of the next token. All `dp_` fields are about this difference, which is between -1 and 1."""
+    """The mean of q - p at the next token. All `dp_` fields are about this difference, which is between -1 and 1."""
     dp_mean_se: float | None = None
     dp_rms: float | None = None
     dp_p1: float | None = None
     dp_p99: float | None = None
     perplexity_reference: float | None = None
-    """exp of the mean of -log p of the next token."""
+    """exp of the mean of -log p at the next token."""
     perplexity_candidate: float | None = None
-    """exp of the mean of -log q of the next token."""
+    """exp of the mean of -log q at the next token."""
     log_ratio: float | None = None
-    """The mean of log p - log q of the next token in nats, which is log(perplexity_candidate / perplexity_reference)."""
+    """The mean of log p - log q at the next token in nats, which is log(perplexity_candidate / perplexity_reference)."""
     log_ratio_se: float | None = None
 
     # The other figures that `llama-perplexity --kl-divergence` prints.
@@ -94,7 +94,7 @@ class OutputDrift:
     perplexity_reference_se: float | None = None
     perplexity_candidate_se: float | None = None
     perplexity_correlation: float | None = None
-    """Pearson's correlation between -log p and -log q of the next tokens."""
+    """Pearson's correlation between -log p and -log q at the next tokens."""
     perplexity_ratio: float | None = None
     """perplexity_candidate / perplexity_reference."""
     perplexity_ratio_se: float | None = None
@@ -103,11 +103,11 @@ class OutputDrift:
     perplexity_difference_se: float | None = None
 
     nonfinite_reference: int = 0
-    """Elements that are NaN or +infinity in r itself (-infinity is how a mask is written)."""
+    """The number of elements of r that are NaN or +infinity. -infinity is not counted, because masks contain it."""
 
     @property
     def kl_tail(self) -> dict[str, float]:
-        """The percentiles of KL that reports show, in nats, by label. Percentiles that were not measured are left out."""
+        """The KL percentiles that reports show, in nats, by label. Percentiles that were not measured are left out."""
         tail = {
             "median": self.kl_median,
             "p95": self.kl_p95,
@@ -126,17 +126,17 @@ class ModuleDrift:
 
     name: str
     sqnr_db: float | None
-    """SQNR in decibels: infinity where nothing differs, None where outputs can't be compared element by element (as for an expert
-    that got other tokens than in the reference).
+    """SQNR in decibels: infinity if the outputs are equal, or None if they can't be compared element by element, as for an expert
+    that got other tokens than in the reference.
     """
     max_abs: float
-    """The largest absolute difference."""
+    """The largest absolute difference from the reference's output, in the output's own unit."""
     nonfinite: int
-    """Elements that are not finite and not the same in the reference."""
+    """The number of elements of the output that are not finite and differ from the reference."""
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
-    """By how many dB the SQNR of `one` exceeds that of `other`; None where one of them is not finite."""
+    """Return by how many dB the SQNR of `one` exceeds that of `other`, or None if one of them is not finite."""
     if one.sqnr_db is None or other.sqnr_db is None:
         return None
     gain = one.sqnr_db - other.sqnr_db
@@ -144,8 +144,8 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """The modules whose outputs differ from the reference: those with the most values that are not finite first, then those with
-    the lowest SQNR.
+    """Return the modules whose outputs differ from the reference, the worst first: by the number of values that are not finite,
+    then by the lowest SQNR.
 
     A module that only returns the output of a module inside it, as an MLP returns that of its last projection, is left out.
     """
@@ -171,16 +171,16 @@ class ImplicitCastStats:
     operation: str
     source: str
     target: str
-    """A storage dtype where an activation was rounded to it, as runtimes do (the setting `quantize_activations`)."""
+    """The dtype of the computation; a storage dtype if an activation was rounded to it (the setting `quantize_activations`)."""
     elements: int
-    """Elements that were cast, over all `count` casts."""
+    """How many elements were cast, over all `count` casts."""
     count: int
     torch_raises: bool
-    """Plain torch refuses this operation with mixed dtypes, so the code would fail here without this program's rules."""
+    """Whether plain torch refuses this operation with mixed dtypes, so that it works only under this program's rules."""
 
     @property
     def in_torch(self) -> str:
-        """In one word, what plain torch does here: `promotes` or `raises`; `rounded` where the setting rounds an activation."""
+        """One word for what plain torch does here: `promotes` or `raises`, or `rounded` if the setting rounds an activation."""
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
@@ -193,23 +193,23 @@ class Seconds:
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """The unchanged beginning of the candidate was not run again, so its time is not that of a whole pass."""
+    """Whether the unchanged beginning of the candidate was not run again, so that its time is not that of a whole pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much of the inputs some figures cover, and how precise these figures are as estimates for all inputs.
+    """How much of the inputs some metrics cover, and how precise the metrics are as estimates for all inputs.
 
-    An error is the standard error divided by the figure (`runtime/measure/sampling_error.py`): 0.0 once all inputs were run, None
-    where it is not known.
+    An error is the standard error divided by the metric (`runtime/measure/sampling_error.py`): 0.0 once all inputs were run, None
+    if it is unknown.
     """
 
     done: int
-    """Sequences that were run."""
+    """The number of sequences that were run."""
     total: int
-    """Sequences in the inputs."""
+    """The number of sequences in the inputs."""
     positions: int
-    """Rows of the main output that were compared."""
+    """The number of rows of the main output that were compared."""
     of_tokens: bool = False
     """Whether positions are tokens of a text."""
     rel_l2_error: float | None = 0.0
@@ -224,7 +224,7 @@ class Extent:
 
     @property
     def error(self) -> float | None:
-        """The error of the mean KL where there is one, else that of the relative L2 error."""
+        """The error of the mean KL or, if there is no KL, of the relative L2 error."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     @property
@@ -233,11 +233,11 @@ class Extent:
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
-        """Whether the error is at most `precision`, or all inputs were run. With None, only running all inputs is enough."""
+        """Return whether all inputs were run or the error is at most `precision`. With None, all inputs must have been run."""
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
-        """An estimate of the share (0 to 1) of the remaining sequences that has to be run to be within `precision`. It assumes that
+        """Estimate the share (0 to 1) of the remaining sequences that must be run to reach `precision`. The estimate assumes that
         the square of the error after n of N sequences is proportional to (N - n) / n.
         """
         left = self.total - self.done
@@ -250,7 +250,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class PartialDrift:
-    """The drift of the main output over the sequences that were run, in a measurement that still runs or was stopped."""
+    """The drift of the main output over the sequences that a running or stopped measurement has run."""
 
     output: OutputDrift
     extent: Extent
@@ -258,7 +258,7 @@ class PartialDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """One measurement: a recipe against the reference."""
+    """One measurement of a recipe against the reference."""
 
     model: str
     device: str
@@ -276,24 +276,24 @@ class DriftReport:
     sequences: Extent
     """How much of the inputs `output` covers."""
     modules_sequences: int
-    """How many sequences the figures of `modules` cover: about a sixth of the inputs, the first sequence among them, or all."""
+    """How many sequences the metrics of `modules` cover: about a sixth of the inputs, the first sequence among them, or all."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose cast loses values."""
+    """The weights whose casts lose values."""
     activations: Literal["none", "weights"] = "none"
-    """The setting `quantize_activations`."""
+    """The setting `quantize_activations` of the measurement."""
     coverage: Coverage | None = None
     """How many tensors of the model its files have; None for a model without a checkpoint."""
 
     @property
     def weights_only(self) -> bool:
-        """Whether a runtime would also quantise activations, which this measurement did not do."""
+        """Whether a runtime would also quantise activations, although this measurement did not."""
         quantised = any(dtypes.quantizes_activations(rule.rpartition("=")[2]) for rule in self.rules)
         return quantised and self.activations == "none"
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, how many sequences were run if that is not all, and how much of them is padding."""
+        """A description of the inputs, with the number of sequences that were run if not all were run, and of padding."""
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
         return words + run.left_out_text
@@ -306,7 +306,7 @@ SQUARED = "relative squared error"
 
 
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
-    """The unit of the single figure by which drifts are ranked.
+    """Return the unit of the single metric by which drifts are ranked.
 
     classes_dim: which dimension of the main output, from 0, holds the logits of a distribution; None for no distribution.
     dimensions: how many dimensions the main output has. Of three or more, each token has a distribution if the last one holds the
@@ -320,8 +320,8 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Whether `one` drifts less than `other`: it has fewer values that are not finite, or equally many and a smaller mean KL (the
-    relative L2 error where there is no KL).
+    """Return whether `one` drifts less than `other`. It does if it has fewer non-finite values or, for an equal number, a smaller
+    mean KL (or a smaller relative L2 error if there is no KL).
     """
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite

@@ -11,7 +11,7 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """How much of an export is in one dtype. `nbytes` includes the scales of storage-only dtypes."""
+    """How many tensors and bytes of an export are in one dtype. `nbytes` includes the scales of storage-only dtypes."""
 
     tensors: int
     nbytes: int
@@ -19,7 +19,7 @@ class ExportedDtype:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """A checkpoint that was written."""
+    """The result of an export."""
 
     folder: str
     model: str
@@ -33,14 +33,14 @@ class ExportReport:
     seconds: float
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose cast loses values."""
+    """The weights whose casts lose values."""
     coverage: Coverage | None = None
     """How many tensors of the model, or of the index, the source has; None where neither is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDifference:
-    """One tensor of an export that differs from what its recipe makes of the source."""
+    """A tensor of an export that differs from the tensor which the recipe computes from the source."""
 
     name: str
     what: str
@@ -49,26 +49,26 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The comparison of an export with what its recipe makes of the source."""
+    """The comparison of an export with the tensors that its recipe computes from the source."""
 
     folder: str
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many tensors were compared, bit for bit, as the loaders of other programs read them."""
+    """How many tensors were compared, bit for bit, after loading them as other programs do."""
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
-    """The drift of the source under the recipe; None where drift was not to be measured."""
+    """The drift of the source under the recipe, or None if drift was not measured."""
     drift_after: OutputDrift | None = None
-    """The drift of the weights that were loaded back from the export, against the same reference."""
+    """The drift of the weights loaded from the export, against the same reference."""
     unchecked: tuple[str, ...] = ()
-    """What was not compared, one sentence each."""
+    """A sentence for each property that was not compared."""
     lost: tuple[ValueLoss, ...] = ()
-    """The losses that the recipe file in the export records."""
+    """The losses that the export's recipe file records."""
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the export equals what its recipe computes from the source."""
         return not self.differences and repr(self.drift_before) == repr(self.drift_after)  # NaN equals itself here

@@ -1,4 +1,4 @@
-"""The inputs that a model is run on, as plain data for panes and `--json`."""
+"""The inputs of a model, as plain data for panes and `--json`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """One tensor argument of a forward pass. `name` is its position where the argument has no name."""
+    """One tensor argument of a forward pass. `name` is the argument's position if it has no name."""
 
     name: str
     shape: tuple[int, ...]
@@ -19,9 +19,9 @@ class InputBatch:
     """The inputs of one call of the model."""
 
     what: str
-    """The beginning of the text, or a name for the image or the sound."""
+    """The beginning of the text, or a name for the image or audio."""
     positions: int | None
-    """The token positions in all rows, of the decoder where there is one; None for an input that is not a sequence of tokens."""
+    """The number of token positions in all rows (of the decoder, if any), or None if the input is not a sequence of tokens."""
     tensors: tuple[InputTensor, ...]
 
 
@@ -31,6 +31,6 @@ class InputsSummary:
 
     description: str
     made_of: tuple[str, ...]
-    """One sentence for each part of the inputs that says where it comes from."""
+    """A sentence for each part of the inputs, which names its source."""
     positions: int | None
     batches: tuple[InputBatch, ...]

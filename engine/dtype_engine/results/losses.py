@@ -8,47 +8,47 @@ from dataclasses import dataclass
 from dtype_engine.core import dtypes
 
 ROUNDING_SHARE = 0.01
-"""If a smaller share of a tensor's values becomes zero in a floating-point dtype, that counts as rounding."""
+"""Values that become zero in a floating-point dtype count as rounding if they are less than this share of the tensor."""
 ROUNDING_SHARE_OF_INTEGERS = 0.5
-"""The same share for integers and for floats of less than 8 bits, where all values under half a step become zero: of normally
-distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more where there are outliers.
+"""`ROUNDING_SHARE` for integers and for floats of less than 8 bits, in which all values under half a step become zero: of normally
+distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
 """
 
 
 def rounding_share(dtype: str) -> float:
-    """The share (0 to 1) below which values that become zero in a dtype count as rounding."""
+    """Return the share (0 to 1) below which values that become zero in a dtype count as rounding."""
     row = dtypes.BY_NAME[dtype]
     return ROUNDING_SHARE_OF_INTEGERS if row.kind == "int" or row.bits < 8 else ROUNDING_SHARE
 
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """How many elements the cast of one tensor to `dtype` lost. The counts are exact.
+    """How many elements of one tensor its cast to `dtype` lost. The counts are exact.
 
     A list of losses contains every tensor with a value that overflowed or saturated, or that vanished in a dtype used for
-    computing. In a dtype with scales (float8, int8) values near zero always become zero, so a tensor with such values is in the
-    list only where that is more than rounding (see `is_rounding`).
+    computing. In a dtype with scales (float8, int8) values near zero always become zero, so a tensor that lost only these is listed
+    only if the loss is more than rounding (see `is_rounding`).
     """
 
     tensor: str
     dtype: str
     overflowed: int
-    """Finite before the cast, not finite after it."""
+    """The number of values that were finite before the cast but not after it."""
     vanished: int
-    """A number other than zero before the cast, zero after it."""
+    """The number of values that were not zero before the cast but zero after it."""
     elements: int
-    """All elements of the tensor."""
+    """The number of elements of the tensor."""
     channels: int = 0
-    """Output channels (indexes of the first dimension; a vector is one channel) that only the cast made all zero."""
+    """The number of output channels (first dimension; a vector is one channel) in which only the cast made all values zero."""
     saturated: int = 0
-    """Beyond the range of the scale, so clipped to the largest value of a dtype with scales."""
+    """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""
     nonfinite: int = 0
-    """Not finite before the cast."""
+    """The number of values that were not finite before the cast."""
 
     @property
     def is_rounding(self) -> bool:
         """Whether the loss is only rounding: nothing overflowed or saturated, no whole channel became zero, and fewer than 1 in 100
-        values did (fewer than half in integers and below 8 bits).
+        values became zero (fewer than half in integers and below 8 bits).
         """
         if self.overflowed or self.saturated or self.channels:
             return False
@@ -56,11 +56,11 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the tensor belongs in a list of losses (see the class)."""
+        """Whether a list of losses contains the tensor (see the class)."""
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """The losses that are more than rounding. The largest share of overflowed values comes first, then of vanished values."""
+    """Return the losses that are more than rounding, by share of overflowed values, then of vanished values, largest first."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

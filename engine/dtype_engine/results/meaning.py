@@ -1,4 +1,4 @@
-"""Says in one word what a drift means, by limits that others have published or that follow from the dtypes themselves.
+"""Describes in one word what a drift means, by limits that others have published or that follow from the dtypes themselves.
 
 An output over classes or tokens is judged by its mean KL, any other output by its SQNR. The limits for KL were measured for
 LLaMA-3-8B on Wikitext-2 (README of llama.cpp's `llama-perplexity`). The limits for SQNR are the errors of rounding the output
@@ -23,32 +23,32 @@ Word = Literal["exact", "under the floor", "invisible", "small", "visible", "bro
 
 
 def rounding_sqnr_db(mantissa: int) -> float:
-    """The lowest SQNR in dB of values that are rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
+    """Return the lowest SQNR in dB of values rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
 
-    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place, with a mean square of
-    2^(2e - 2 mantissa) / 12 against m^2 2^(2e). For m = 1, the worst case, that gives 10.8 dB plus 6.02 dB for each bit; values of
-    many magnitudes have 2.7 to 3.7 dB more.
+    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. Compared with m^2 2^(2e), its
+    mean square is 2^(2e - 2 mantissa) / 12. For m = 1, the worst case, that gives 10.8 dB plus 6.02 dB for each bit; values of many
+    magnitudes have 2.7 to 3.7 dB more.
     """
     return 10 * math.log10(12 * 4**mantissa)
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """The cosine between an output and its reference where the error has this SQNR and is orthogonal to the reference."""
+    """Return the cosine between an output and its reference for an error with this SQNR that is orthogonal to the reference."""
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 
 KL_FLOATS = 2.5e-5
-"""The mean KL of float16 against bfloat16, where 99.74 % of the positions have the same top token."""
+"""The mean KL of float16 from bfloat16; 99.74 % of the positions have the same top token."""
 KL_Q8 = 1.355e-3
-"""The mean KL of q8_0 against float16, with 97.67 % the same top token."""
+"""The mean KL of q8_0 from float16; 97.67 % of the positions have the same top token."""
 KL_Q4 = 3.127e-2
-"""The mean KL of q4_K_M against float16, with 91.90 % the same top token."""
+"""The mean KL of q4_K_M from float16; 91.90 % of the positions have the same top token."""
 KL_Q2 = 0.4451
-"""The mean KL of q2_K against float16, with 71.14 % the same top token and 1.56 times the perplexity."""
+"""The mean KL of q2_K from float16; 71.14 % of the positions have the same top token, and the perplexity is 1.56 times as high."""
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""The SQNR of normally distributed values of which only the signs are kept, with the best common magnitude (Max 1960)."""
+"""The SQNR of normally distributed values reduced to their signs and the best common magnitude (Max 1960)."""
 
 _KL: tuple[tuple[float, Word, str], ...] = (
     (KL_FLOATS, "invisible", "up to that of float16 against bfloat16"),
@@ -61,23 +61,23 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
     (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
-"""For each limit the word that applies up to it, and what the drift is compared with. The list for KL has the same form."""
+"""For each limit, the word for a drift up to it, and a comparison with known drifts. The list for KL has the same form."""
 
 HELP = (
-    "One word says what a drift means. Exact: nothing differs. Under the floor: no more than the reference drifts from itself. "
-    "Then, where the output is a distribution, by mean KL in nats, as llama.cpp published it for LLaMA-3-8B on Wikitext-2: "
-    f"invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to {KL_Q2:.3f} "
-    f"(q2_K; q4_K_M has {KL_Q4:.3f}), broken beyond. Elsewhere by SQNR, against what rounding the output itself can cost: "
-    f"invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from {SQNR_FP8:.1f} dB (fp8 e4m3; "
-    f"{cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs alone), broken below. An output that is not "
-    "finite is broken. Other models and texts may bear more or less."
+    "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
+    "itself. If the output is a distribution, its mean KL in nats decides, by limits that llama.cpp published for LLaMA-3-8B on "
+    f"Wikitext-2: invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to "
+    f"{KL_Q2:.3f} (q2_K; q4_K_M has {KL_Q4:.3f}), otherwise broken. For any other output its SQNR decides, by the SQNR of rounding "
+    f"the output itself: invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from "
+    f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs "
+    "alone), otherwise broken. An output that is not finite is broken. Other models and texts may tolerate more or less."
 )
-"""The help text on the words, their limits, and the sources of the limits."""
+"""The help text about the words, their limits, and the sources of the limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The word, and what the drift was compared with, such as `up to that of q8_0`."""
+    """A word for a drift, and the known drift that it was compared with, such as `up to that of q8_0`."""
 
     word: Word
     why: str

@@ -1,4 +1,4 @@
-"""The results of running a model besides drift: generated texts, and times in seconds."""
+"""The results of running a model other than drift: generated texts, and times in seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A text that a model generated: the ids of its tokens, the text that each token adds, and the time for all of them."""
+    """A text that a model generated: the IDs of its tokens, the text that each token adds, and the time for all tokens."""
 
     ids: tuple[int, ...]
     pieces: tuple[str, ...]
@@ -43,24 +43,24 @@ class Generation:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRow:
-    """The wall time of a forward pass over all inputs in one variant of the model."""
+    """The wall time of forward passes over all inputs in one variant of the model."""
 
     what: str
     """The variant: "reference", "as stored" or "candidate"."""
     dtypes: str
     seconds: float
-    """The median of `repeats` passes after one warm-up pass."""
+    """The median time of `repeats` passes after one warm-up pass."""
     fastest: float
     slowest: float
     repeats: int
     tokens_per_second: float | None
     under_rules: bool
-    """Plain torch can't run this mix of dtypes, so the times include the casts that this program adds."""
+    """Whether plain torch can't run this mix of dtypes, so that the times include casts which this program adds."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedReport:
-    """How fast a model runs in different dtypes, on one machine and over the same inputs."""
+    """The speed of a model in different dtypes, on one machine and over the same inputs."""
 
     model: str
     device: str

@@ -21,25 +21,27 @@ class WeightScore:
     bytes: int
     """The bytes of the weight in that dtype, scales included."""
     score: float
-    """The drift in the report's unit; infinity where the output is not finite."""
+    """The drift in the report's unit; infinity if the output is not finite."""
     error: float | None = None
-    """The standard error of `score` over sequences, or over backward passes while there is only one sequence."""
+    """The standard error of `score` over sequences, or over backward passes if there is only one sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much every castable weight matters in each of several dtypes. In a dtype as wide as the reference's its score is 0."""
+    """How much every castable weight matters in each of several dtypes. The score is 0 in a dtype as wide as the reference's."""
 
     model: str
     device: str
     reference: str
     inputs: str
     unit: str
-    """`NATS`, `NATS_PER_EXAMPLE` or `NATS_PER_PIXEL` if the output is a distribution, else `SQUARED`: relative L2, squared."""
+    """The unit of the scores: `NATS`, `NATS_PER_EXAMPLE` or `NATS_PER_PIXEL` if the main output is a distribution, otherwise
+    `SQUARED`, its squared relative L2 error.
+    """
     exact: bool
-    """Whether each score was measured by a forward pass; otherwise scores are estimated from backward passes."""
+    """Whether each score was measured by a forward pass. Otherwise scores are estimated from backward passes."""
     draws: int
-    """How many backward passes were made for each sequence."""
+    """How many backward passes were run for each sequence."""
     sequences: int
     """How many of `all_sequences` have been scanned."""
     all_sequences: int
@@ -68,11 +70,11 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """The scores, by the pair of the weight's name and the dtype."""
+        """Return the score for each pair of a weight's name and a dtype."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
-        """For each dtype the sum of the scores of all weights in it, and its name; the smallest sum first."""
+        """Return, for each dtype, the sum of all weights' scores in it, and the dtype's name, with the smallest sum first."""
         scores: dict[str, list[float]] = {}
         for weight in self.weights:
             scores.setdefault(weight.dtype, []).append(weight.score)
@@ -81,7 +83,7 @@ class ScanReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The drift that a scan predicts for a recipe: the sum of the scores of its weights, although real errors need not add up."""
+    """The drift that a scan predicts for a recipe: the sum of its weights' scores. Actual errors need not add up in this way."""
 
     value: float
     unit: str
@@ -115,13 +117,13 @@ class SearchReport:
     stored_bytes: int
     planned_bytes: int
     predicted: float
-    """The predicted drift."""
+    """The predicted drift of the recipe."""
     front: tuple[FrontPoint, ...]
     measured: float | None = None
-    """The measured drift; None where it was not measured."""
+    """The measured drift of the recipe, or None if it was not measured."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose cast by the recipe loses values."""
+    """The weights whose casts by the recipe lose values."""
     candidates: tuple[Candidate, ...] = ()
     """The recipes that were measured to choose this one."""
     held_out: str | None = None

@@ -18,9 +18,9 @@ class SweepRow:
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """The figure by which recipes are ranked; infinity where the output is not finite."""
+    """The metric by which recipes are ranked; infinity if the output is not finite."""
     best: bool
-    """The output is finite, and no other recipe is at least as good in both planned bytes and drift and better in one of them."""
+    """Whether the output is finite and no other recipe is at least as good in planned bytes and drift and better in one of them."""
     output: OutputDrift
 
 
@@ -36,7 +36,7 @@ class SweepReport:
 
 
 def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
-    """Make the rows of a report from tuples (recipe, rules, planned bytes, drift, output): sort them and mark the best."""
+    """Build the rows of a report from tuples (recipe, rules, planned bytes, drift, output): sort them and mark the best."""
     return tuple(
         SweepRow(
             name, rules, planned, drift,

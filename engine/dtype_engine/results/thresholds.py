@@ -1,4 +1,4 @@
-"""Limits on a drift, and whether it meets them."""
+"""Limits on a drift, and verdicts on whether a drift meets them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Limits on a drift; None for no limit."""
+    """Limits on a drift. A limit that is None is not checked."""
 
     max_kl: float | None = None
-    """The largest mean KL, in nats per position."""
+    """The maximum mean KL, in nats per position."""
     min_sqnr: float | None = None
-    """The lowest SQNR of the main output, in dB."""
+    """The minimum SQNR of the main output, in dB."""
     min_top1: float | None = None
-    """The smallest share (0 to 1) of positions with the same most likely class."""
+    """The minimum share (0 to 1) of positions with the same most likely class."""
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.max_kl, self.min_sqnr, self.min_top1))
@@ -26,13 +26,13 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a drift meets one limit. It does not where the output lacks that figure or is not finite."""
+    """Whether a drift meets one limit. It does not if the output lacks the metric or is not finite."""
 
     name: str
     """The name of the limit in `Thresholds`."""
     limit: float
     value: float | None
-    """The measured figure; None where the output has no such figure."""
+    """The measured metric, or None if the output has no such metric."""
     passed: bool
     finite: bool = True
     """Whether the output is finite."""
@@ -68,7 +68,7 @@ _WORDS = {"max_kl": ("mean KL", " nats"), "min_sqnr": ("SQNR", " dB"), "min_top1
 
 
 def verdicts(thresholds: Thresholds, output: OutputDrift) -> tuple[Verdict, ...]:
-    """A verdict for each limit that is set. A figure that is NaN, or of an output that is not finite, meets no limit."""
+    """Return a verdict for each limit that is set. A NaN metric meets no limit, and neither does a non-finite output."""
     limits = (
         ("max_kl", thresholds.max_kl, output.kl_mean),
         ("min_sqnr", thresholds.min_sqnr, output.sqnr_db),

@@ -1,4 +1,4 @@
-"""What casts do to the values of each tensor."""
+"""The effects of casts on the values of each tensor."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
-    """The error of casting one tensor to `dtype` and back, against the stored values. The last five fields count elements."""
+    """The error of casting one tensor to `dtype` and back, relative to the stored values. The last five fields count elements."""
 
     name: str
     stored: str
@@ -18,19 +18,19 @@ class WeightError:
     max_abs: float
     rel_l2: float
     sqnr_db: float | None
-    """Infinity where nothing differs, minus infinity where values became infinite. None where the figure would mislead: some stored
-    values are not finite, or values became zero that are so much smaller than the others that the SQNR exceeds 200 dB.
+    """Infinity if no value changes, minus infinity if values became infinite. None if the metric would mislead: some stored values
+    are not finite, or values became zero that are so much smaller than the others that the SQNR exceeds 200 dB.
     """
     overflowed: int
-    """Finite before the cast, infinite after it."""
+    """The number of values that were finite before the cast and are infinite after it."""
     saturated: int
-    """Infinite before the cast, the largest value of the dtype after it."""
+    """The number of values that were infinite before the cast and are the dtype's largest value after it."""
     underflowed: int
-    """Not zero before the cast, zero after it."""
+    """The number of values that were not zero before the cast and are zero after it."""
     subnormal: int
-    """Subnormal after the cast, so with fewer bits of precision."""
+    """The number of values that are subnormal after the cast, and so have fewer bits of precision."""
     nonfinite: int
-    """Not finite before the cast."""
+    """The number of values that were not finite before the cast."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class ExponentHistogram:
 
     name: str
     counts: tuple[tuple[int, int], ...]
-    """Pairs of an exponent and how many values have it, the smallest exponent first."""
+    """Pairs of an exponent and the number of values that have it, the smallest exponent first."""
     zeros: int
     nonfinite: int
 

@@ -1,4 +1,4 @@
-"""Parses what the user types for a search: a budget, dtypes, and lines of constraints."""
+"""Parses the budget, dtypes and constraints that the user types for a search."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: str, whole: int) -> int:
-    """Parse a size in bytes: `12GiB`, `500MB`, `4096`, or `45%` of `whole`. Raises UserError."""
+    """Parse a size in bytes: `12GiB`, `500MB`, `4096`, or a percentage of `whole` such as `45%`. Raises UserError."""
     size_and_unit = _SIZE.fullmatch(text)
     if size_and_unit is None or (size_and_unit[2] != "%" and size_and_unit[2].lower() not in _UNITS):
         raise UserError(f"can't read the budget {printable(text)!r}: write a size like 12GiB, 500MB or 45%")
@@ -30,7 +30,7 @@ def parse_bytes(text: str, whole: int) -> int:
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:
-    """Parse a list of dtypes such as `bf16,fp8`. Returns their full names. Raises UserError."""
+    """Parse a list of dtypes such as `bf16,fp8` to their full names. Raises UserError."""
     return tuple(dtypes.parse_target(part) for part in text.split(",") if part.strip())
 
 
@@ -44,15 +44,15 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """Constraints and a budget in bytes, with the lines that the user typed for them."""
+    """Constraints and a budget in bytes, with the lines in which the user typed them."""
 
     constraints: Constraints = field(default_factory=Constraints)
     budget: int | None = None
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """These constraints with one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, `clear`, or
-        a budget such as `8MiB`, `45%` or `budget 8MiB`. Raises UserError.
+        """Return these constraints with one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`,
+        `clear`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. Raises UserError.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

@@ -1,4 +1,4 @@
-"""Families of formats that one runtime can mix in a model, and the constraints that such a runtime puts on a search."""
+"""Families of formats that one runtime can mix in a model, and the constraints that the runtime puts on a search."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ FAMILIES = {
     "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
     "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
 }
-"""The dtypes among which a search for a runtime may choose. vLLM reads a separate layout for each layer (`recipe.serving`). SGLang
-reads one layout for the whole checkpoint, so its fp8 formats are two that share a layout. For llama.cpp only the formats that
-`recipe convert` can write exactly are listed.
+"""The dtypes from which a search for each runtime may choose. vLLM reads a separate layout for each layer (`recipe.serving`).
+SGLang reads one layout for the whole checkpoint, so it has only two fp8 formats, which share a layout. For llama.cpp only the
+formats that `recipe convert` can write exactly are listed.
 """
 FUSING = ("vllm", "sglang")
 """The runtimes that fuse sibling layers, such as q, k and v, into one."""
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Add the constraints of a runtime: layers that it fuses get one format, and a weight gets only formats that fit its shape.
+    """Add the constraints of a runtime: fused layers get one format, and each weight gets only formats that fit its shape.
 
-    The user's patterns come after these, so that they decide.
+    The user's patterns come after the runtime's, so the user's patterns decide.
     """
     if family not in FUSING:
         return constraints

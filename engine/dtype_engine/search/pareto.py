@@ -1,14 +1,13 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
 An item is a weight, or a group of weights that must have the same dtype. Its choices are dtypes, each with bytes and a score. The
-lower convex hulls of all items, merged by slope, give the Pareto front: at each of its points no other mix of dtypes is both
-smaller and better by the scores. Between two points the rest of the budget is filled exactly: Lagrangian bounds leave only a few
+lower convex hulls of all items, merged by slope, give the Pareto front: no other mix of dtypes is both smaller and better, by the
+scores, than a point of the front. Between two points the rest of the budget is filled exactly: Lagrangian bounds leave only a few
 choices open, and these are enumerated.
 
 The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979), the small
 number of open choices from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of
-Operational Research 83, 1995). This module uses neither torch nor numpy, because the app moves along the front while keys are
-pressed.
+Operational Research 83, 1995). This module avoids torch and numpy, because the app moves along the front while keys are pressed.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One dtype for an item, with the bytes and the score of all weights of the item."""
+    """One dtype for an item, with the bytes and the score of all weights of the item in that dtype."""
 
     dtype: str
     bytes: int
@@ -50,11 +49,11 @@ class Constraints:
     """Constraints on the recipe that a search finds."""
 
     keep: tuple[str, ...] = ()
-    """Patterns of weights that stay as stored."""
+    """Patterns of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
-    """Patterns whose matches under one parent module get the same dtype, such as `*.{q,k,v}_proj` for the three in each layer."""
+    """Patterns whose matches under one parent module must have the same dtype, such as `*.{q,k,v}_proj` for three weights."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes that are allowed besides the stored one; empty for all that were scanned."""
+    """The dtypes that are allowed in addition to the stored dtype; empty to allow all scanned dtypes."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Pairs of a pattern and the dtypes that are allowed for its matches. The last pattern that matches a weight decides. Norms,
     biases and routers (`stays_wide`) get a dtype with scales only if such a pattern matches them.
@@ -73,7 +72,7 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Make the items of a search. Raises UserError for a pattern that matches nothing, or a dtype that was not scanned."""
+    """Build the items of a search. Raises UserError for a pattern that matches nothing, or a dtype that was not scanned."""
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
@@ -122,8 +121,8 @@ _MOST_EXPERTS = 1024
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Whether runtimes keep a weight in 16 bits or more: weights with one dimension (norms, biases), and routers, which are small
-    but affect the output strongly.
+    """Return whether runtimes keep a weight in 16 bits or more. They do for one-dimensional weights (norms, biases), and for
+    routers, which are small but affect the output strongly.
     """
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
@@ -134,7 +133,7 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """The weights in groups that must have the same dtype, most of them single weights. Groups that share a weight are merged."""
+    """Return groups of weights that must have the same dtype, mostly of one weight. Groups that share a weight are merged."""
     leader = {name: name for name in weights}
 
     def find(name: str) -> str:
@@ -162,9 +161,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """The choices by bytes, without those that are no better than another in bytes and score. Of equal ones the wider dtype is
-    kept.
-    """
+    """Return the choices, sorted by bytes, without those that are no better than another. Of equals, the wider dtype is kept."""
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:
@@ -209,11 +206,11 @@ class ParetoFront:
             self.points.append(FrontPoint(size, max(0.0, total)))
 
     def solution_at(self, index: int) -> Solution:
-        """The solution at the point with this index."""
+        """Return the solution at the point with this index."""
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:
-        """The solution with the lowest score in at most `budget` bytes; None where even the smallest solution is larger."""
+        """Return the solution with the lowest score in at most `budget` bytes, or None if even the smallest solution is larger."""
         index = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
         if index < 0:
             return None
@@ -224,7 +221,7 @@ class ParetoFront:
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
-        """The solution with the fewest bytes and a score of at most `most`; None where even the lowest score is higher."""
+        """Return the smallest solution with a score of at most `most`, or None if even the lowest possible score is higher."""
         index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if index == len(self.points):
             return None
@@ -247,7 +244,7 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """The solution in which each item has the choice with the given index."""
+        """Return the solution in which each item has the choice with the given index."""
         planned = {
             name: item.choices[choice].dtype
             for item, choice in zip(self.items, chosen, strict=True)
@@ -259,19 +256,19 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """The Pareto front of a model by the scores of a scan. Raises UserError as `make_items` does."""
+    """Return the Pareto front of a model according to the scores of a scan. Raises UserError like `make_items`."""
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
     return ParetoFront(items, tree.stored_bytes - changing)
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """By how much the score falls for each additional byte."""
+    """Return the decrease of the score for each additional byte."""
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """The indices of the choices that are on the lower convex hull of score over bytes."""
+    """Return the indices of the choices on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -284,8 +281,8 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`: the weight, the cost and the reduced cost of the rows decided so far, the choice in the
-    last of them, and the state `before` it.
+    """A partial solution of `knapsack`: the weight, cost and reduced cost of the rows decided so far, the choice in the last of
+    these rows, and the state `before` that choice.
     """
 
     weight: float
@@ -302,9 +299,9 @@ def knapsack(
     the index of the choice in each row.
 
     start: a solution that satisfies the limit. price: the cost of a unit of weight in the Lagrangian bound. With p the price, the
-    reduced cost of a choice is its cost + p·weight minus the minimum of that in its row. In a solution better than `start` the
-    reduced costs sum to at most the gap between `start` and the bound, which excludes most choices. The result is exact unless more
-    than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
+    reduced cost of a choice is its cost + p·weight, minus the minimum of cost + p·weight in its row. In a solution better than
+    `start` the reduced costs sum to at most the gap between `start` and the bound, which excludes most choices. The result is exact
+    unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
     best_cost = math.fsum(row[index][0] for row, index in zip(table, start, strict=True))
@@ -353,7 +350,7 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """The states in order of weight, without any that is no better than another in both weight and cost."""
+    """Return the states in order of weight, without those that another state equals or beats in both weight and cost."""
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []
     for state in states:

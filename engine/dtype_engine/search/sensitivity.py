@@ -1,4 +1,4 @@
-"""Combines the scores of a scan: for a node, a layer or a recipe.
+"""Adds up the scores of a scan for a node, a layer or a recipe.
 
 To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of the scores of its
 weights. This is an approximation, so the sum is always called predicted.
@@ -19,14 +19,14 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Whether a weight causes no drift in `dtype`, because that is at least as wide as the dtype of the reference."""
+    """Return whether a weight causes no drift in `dtype`, because `dtype` is at least as wide as the dtype of the reference."""
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 def scalar_drift(output: OutputDrift) -> float:
-    """The single figure that scans and searches use: the mean KL where the output is a distribution, else the squared relative L2
-    error; infinity where the output is not finite.
+    """Return the single metric that scans and searches use: the mean KL if the output is a distribution, otherwise the squared
+    relative L2 error. It is infinity if the output is not finite.
     """
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
@@ -35,7 +35,7 @@ def scalar_drift(output: OutputDrift) -> float:
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
     """Predict the drift of a plan from a scan: the sum of the scores of its weights. scores: `report.scores()`.
 
-    Raises UserError where a weight was not scanned in its planned dtype.
+    Raises UserError if a weight was not scanned in its planned dtype.
     """
     total = 0.0
     for name, dtype in plan.dtypes.items():
@@ -49,8 +49,8 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
-    """For each node, a module (the root is "") or a weight, the sum of the scores in `dtype` of all weights at or below it. A tied
-    weight counts once in each module that contains it.
+    """Return, for each node, the sum of the scores in `dtype` of all weights at or below it. A node is a module (the root is "") or
+    a weight. A tied weight counts once in each module that contains it.
     """
     sums: dict[str, float] = {}
     for name, tensor in tree.tensors.items():
@@ -65,21 +65,21 @@ def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A weight in a dtype, as an entry of a ranking."""
+    """An entry of a ranking: a weight in one dtype."""
 
     score: WeightScore
     saved: int
-    """How many bytes the cast saves; negative where the weight becomes larger."""
+    """How many bytes the cast saves; negative if the weight becomes larger."""
 
     @property
     def per_byte(self) -> float:
-        """The score for each byte saved; infinity where no bytes are saved."""
+        """The score for each saved byte, or infinity if no bytes are saved."""
         return self.score.score / self.saved if self.saved > 0 else math.inf
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """The weights that may cause drift, in one dtype or (None) in all, with the highest scores first. per_byte: rank by score for
-    each byte saved instead; weights that save nothing come last.
+    """Return the weights that may cause drift in `dtype`, or in any dtype if None, with the highest scores first. per_byte: rank by
+    score per saved byte instead; weights that save nothing come last.
     """
     rows = [
         Ranked(score, tree.tensors[score.name].nbytes - score.bytes)
@@ -97,7 +97,7 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """Scores as a table of layers and kinds of weights."""
+    """A table of scores by layer and kind of weight."""
 
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
@@ -108,7 +108,7 @@ class LayerMap:
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Make a table of the scores in `dtype`. The layer of a weight is its name up to the first number; its kind is the rest of the
+    """Build a table of the scores in `dtype`. A weight's layer is its name up to the first number. Its kind is the rest of the
     name, with `*` for further numbers.
     """
     layers: dict[str, None] = {}

@@ -7,9 +7,9 @@ from dtype_engine.search.pareto import ParetoFront, Solution
 
 
 def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """The solution with the lowest predicted drift in at most `budget` bytes, or with the fewest bytes and at most `max_drift`.
+    """Return the solution with the lowest predicted drift in at most `budget` bytes, or the smallest with at most `max_drift`.
 
-    Raises UserError unless exactly one limit is given, and OutOfReach where no solution meets it.
+    Raises UserError unless exactly one limit is given, and OutOfReach if no solution meets it.
     """
     if (budget is None) == (max_drift is None):
         raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")
@@ -27,10 +27,10 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """The solution for a limit, followed by the points of the front nearest to it; `count` in all.
+    """Return the solution for a limit and the points of the front nearest to the solution, `count` in all.
 
     For a budget these are the largest points that fit. For a drift they are on both sides of the solution, because the prediction
-    may be too low or too high. Raises as `solve`.
+    may be too low or too high. Raises the same errors as `solve`.
     """
     first = solve(front, budget, max_drift)
     indexes = range(len(front.points))

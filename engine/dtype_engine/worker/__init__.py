@@ -1,1 +1,1 @@
-"""The engine as the app sees it: it takes commands and emits events, and one thread owns the model."""
+"""The engine as the app sees it: it accepts commands and emits events, and one thread owns the model."""

@@ -1,4 +1,4 @@
-"""Checks the values in an event that has come from another process, because the app divides by some and looks others up."""
+"""Checks the values in events from another process, because the app divides by some values and uses others as keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 
 _LARGEST_EXPONENT = 1100
-"""A bound on the exponents of float64, which reach -1074 in subnormal numbers."""
+"""An upper bound for the absolute exponents of float64, which reach -1074 in subnormal numbers."""
 
 
 def check_event(event: object) -> None:

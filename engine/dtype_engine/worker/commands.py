@@ -42,7 +42,7 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by one with the same plan. It is measured only if the current recipe has no figures."""
+    """Replace the current recipe by one with the same plan. The new recipe is measured only if the current one has no metrics."""
 
     recipe: Recipe
 
@@ -60,8 +60,8 @@ class Pause(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones; with a name, only those of that name. The recipe stays the same, and the
-    next command completes its casts.
+    """Stop the running command and drop the waiting ones or, with a name, only the commands with that name. The recipe stays the
+    same, and the next command completes its casts.
     """
 
     name: str | None = None
@@ -71,22 +71,22 @@ class Cancel(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A command that the worker's thread runs, for the recipe that is current when it begins."""
+    """A command that the worker's thread runs, for the recipe that is current when the command begins."""
 
     name: ClassVar[JobName]
     rank: ClassVar[int] = 3
     """Commands of a lower rank run first."""
     once: ClassVar[bool] = True
-    """A newer command of this type replaces one that still waits."""
+    """Whether a newer command of this type replaces a waiting one."""
     needs_model: ClassVar[bool] = True
-    """It can't run on the files of a checkpoint alone."""
+    """Whether the command needs a live model. Otherwise the files of a checkpoint are enough."""
     finishes: ClassVar[bool] = False
-    """Only the user can stop it; a newer command can't."""
+    """Whether only the user can stop the command, and a newer command can't."""
 
 
 class SetInputs(Command, frozen=True):
-    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. Work on the old inputs stops; it
-    runs again if the new inputs are refused.
+    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. Work on the old inputs stops. If
+    the new inputs are refused, that work runs again.
     """
 
     name = "inputs"
@@ -101,9 +101,9 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Without a live model: count lost values however many bytes have to be read."""
+    """Whether to count lost values, if there is no live model, however many bytes must be read."""
     in_full: bool = False
-    """Run all inputs, and compare the outputs of modules over all of them. A measurement that already runs is extended to that."""
+    """Whether to run all inputs and compare modules' outputs over all of them. A running measurement is extended to that."""
 
 
 class ApplyRecipe(Command, frozen=True):
@@ -114,7 +114,7 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class FollowUp(Command, frozen=True):
-    """A later part of a measurement. To the user it is still the same measurement."""
+    """A later part of a measurement. The user sees both as one measurement."""
 
     rank = 2
 
@@ -131,11 +131,11 @@ class FindLossRemedy(FollowUp, frozen=True):
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None
-    """The drift of the recipe; None where the model can't be run."""
+    """The drift of the recipe, or None if the model can't be run."""
 
 
 class CountStoredLosses(FollowUp, frozen=True):
-    """Count the values that the casts lose from the files, where there is no live model."""
+    """Count the values that the casts lose by reading the files, if there is no live model."""
 
     name = "losses"
     needs_model = False
@@ -143,7 +143,7 @@ class CountStoredLosses(FollowUp, frozen=True):
 
 
 class MeasureFloor(FollowUp, frozen=True):
-    """Measure the noise floor, once for each set of inputs, while there is nothing else to do."""
+    """Measure the noise floor, once for each set of inputs, when no other command is waiting."""
 
     name = "floor"
     rank = 4
@@ -175,23 +175,23 @@ class CheckFiles(Command, frozen=True):
 
 
 class Generate(Command, frozen=True):
-    """Generate `tokens` tokens with reference and candidate."""
+    """Generate `tokens` tokens with the reference and the candidate."""
 
     name = "generate"
     tokens: int
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts it to be measured."""
+    """Scan the sensitivity of every weight in these dtypes, or resume the scan. A newer recipe interrupts it to be measured."""
 
     name = "scan"
     dtypes: tuple[str, ...]
     keep: bool = False
-    """Save the scan to a file on the engine's machine, from which a later engine can resume it."""
+    """Whether to save the scan to a file on the engine's machine, from which a later engine can resume it."""
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure these recipes, none of which becomes the current one. A newer recipe interrupts this and is measured first."""
+    """Measure these recipes, none of which becomes the current one. A newer recipe interrupts this command to be measured."""
 
     name = "recipes"
     recipes: tuple[Recipe, ...]
@@ -208,7 +208,7 @@ class InspectWeight(Command, frozen=True):
 
 
 class Save(Command, frozen=True):
-    """Write what `request` names, for the recipe that was current when it was requested."""
+    """Write the file or folder that `request` names, for the recipe that was current when the app sent the request."""
 
     name = "write"
     once = False
@@ -236,4 +236,4 @@ FromTheApp = (
     | MeasureRecipes
     | InspectWeight
 )
-"""The requests that the app sends. The worker makes all other commands itself."""
+"""The requests that the app sends. The worker creates all other commands itself."""

@@ -1,4 +1,4 @@
-"""Starts an engine in another process, and connects to it through its standard input and output."""
+"""Starts an engine in another process, and connects to it through that process's standard input and output."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from dtype_engine.worker.message import Message
 
 COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
-"""The command that starts an engine on this machine. With `-P` no file of the working directory can replace a library."""
+"""The command that starts an engine on this machine. With `-P`, no file in the working directory can replace a library."""
 
 
 THIS_MACHINE = "the engine"
-"""The name of the engine on this machine in messages to the user."""
+"""The name that messages to the user give the engine on this machine."""
 SESSION = "{session}"
-"""The placeholder in a command's arguments for the token with which a lingering engine is found again."""
+"""The placeholder in a command's arguments for the token that identifies a lingering engine."""
 _KEPT_OF_STDERR = 4096
 ENGINE_ENDED = 70
-"""The exit status of `dtype-engine stdio` where the lingering engine that it connects to has ended."""
+"""The exit status with which `dtype-engine stdio` reports that the lingering engine behind it has ended."""
 
 
 class NoAnswer(UserError):
-    """The process that was started sent nothing of dtype-engine's. status: its exit status, None where it still runs."""
+    """The started process sent no message of dtype-engine. status: its exit status, or None while it is running."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -45,20 +45,20 @@ class NoAnswer(UserError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How to start an engine."""
+    """The command that starts an engine."""
 
     arguments: Sequence[str] = COMMAND
-    """With SESSION in them, the engine outlives its connection, and the same command connects to it again."""
+    """The command's arguments. With SESSION in them, the engine outlives its connection, and the same command reconnects to it."""
     name: str = THIS_MACHINE
     """The name of the engine in messages to the user."""
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The arguments while the screen is open, when the user can't be asked for a password. Empty: the same as `arguments`."""
+    """The arguments while the screen is open, when the user can't be asked for a password. If empty, `arguments` are used."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the engine runs on this machine, and so writes to the same files as this process."""
+        """Whether the engine runs on this machine, and therefore writes to the same file system as this process."""
         return self.name == THIS_MACHINE
 
     @property
@@ -67,7 +67,7 @@ class EngineCommand:
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Start the engine. session: its token, letters and digits. attended: it may ask for a password. Raises UserError."""
+        """Start the engine. session: its token of letters and digits. attended: a password prompt is possible. Raises UserError."""
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
             return start_process([word.replace(SESSION, session) for word in arguments], own_group=not attended)
@@ -76,7 +76,7 @@ class EngineCommand:
 
 
 def new_session() -> str:
-    """A new random token with which one engine can be found again."""
+    """Return a new random token that identifies one engine."""
     return os.urandom(10).hex()
 
 
@@ -93,7 +93,7 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
 
 
 def signal_words(number: int) -> str:
-    """The probable reason why a signal has ended an engine."""
+    """Return the probable reason why a signal has ended an engine."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     match number:
         case signal.SIGKILL:
@@ -106,7 +106,7 @@ def signal_words(number: int) -> str:
 
 
 class Connection:
-    """One running process that is an engine or leads to one. Sending never blocks."""
+    """A running process that is an engine or relays to one. Sending never blocks."""
 
     def __init__(self, command: EngineCommand, process: subprocess.Popen[bytes]) -> None:
         from dtype_engine.worker.frames import FrameReader
@@ -127,11 +127,11 @@ class Connection:
 
     @property
     def process_id(self) -> int:
-        """The process's id."""
+        """The ID of the process."""
         return self._process.pid
 
     def handshake(self) -> control.Hello:
-        """Wait for the engine's first message. Raises UserError where the process is not an engine of this version."""
+        """Wait for the engine's first message. Raises UserError if the process is not an engine of this version."""
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
@@ -166,9 +166,7 @@ class Connection:
         return hello
 
     def open_model(self, request: control.Open) -> str:
-        """Open a model in a new engine. Returns its title. Raises UserError where there is no such model, or a rule matches
-        nothing.
-        """
+        """Open a model in a new engine and return its title. Raises UserError if it is missing, or if a rule matches nothing."""
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
 
@@ -187,7 +185,7 @@ class Connection:
         return answer.title
 
     def send(self, request: Message) -> None:
-        """Queue a request to be sent by another thread."""
+        """Queue a request, which another thread sends."""
         from dtype_engine.worker.messages import encode_request
 
         data = encode_request(request)
@@ -210,7 +208,7 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """How the process ended, if it has, and the last line that it wrote to standard error."""
+        """Say how the process ended, if it has ended, and quote the last line that it wrote to standard error."""
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:
@@ -219,7 +217,7 @@ class Connection:
         return f"{ended}: {line}" if (line := self.last_line()) else ended
 
     def last_line(self) -> str:
-        """The last line that the process wrote to standard error; empty where there is none."""
+        """Return the last line that the process wrote to standard error, or "" if it wrote none."""
         self._threads[1].join(0.5)
         lines = self._stderr.decode(errors="replace").strip().splitlines()
         return printable(lines[-1], 200) if lines else ""

@@ -1,4 +1,4 @@
-"""The messages about a connection between two processes, and the app's requests that are not commands."""
+"""Messages about a connection between two processes, and the app's requests that are not commands."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Hello(Message, frozen=True):
     protocol: int
     version: str
     missing: tuple[str, ...] = ()
-    """Packages that the engine needs and that are not installed."""
+    """Packages that the engine needs but that are not installed."""
     requests: int = 0
     """How many requests the engine has received since `Open`."""
     is_open: bool = False
-    """Whether the engine has a model from an earlier connection."""
+    """Whether the engine still has a model open from an earlier connection."""
 
 
 class Open(Message, frozen=True):
-    """The app's first message to a new engine: the arguments of its `Worker`."""
+    """The app's first message to a new engine, with the arguments of the engine's `Worker`."""
 
     model: str | None
     """MODEL as on the command line."""
     options: Options
     read_headers: bool
     recipe: Recipe = Recipe()
-    """If one of its rules matches nothing, the engine refuses to open the model."""
+    """The first recipe. If one of its rules matches nothing, the engine refuses to open the model."""
 
 
 class Resume(Message, frozen=True):
@@ -42,25 +42,25 @@ class Resume(Message, frozen=True):
 
 
 class Opened(Message, frozen=True):
-    """The engine's answer to `Open`: the title of the model, or why it can't be opened."""
+    """The engine's answer to `Open`: the title of the model, or the reason why it can't be opened."""
 
     title: str
     refusal: str = ""
 
 
 class Acknowledge(Message, frozen=True):
-    """Says that the engine need not keep the events that the app has received."""
+    """Tells the engine which events the app has received, so that the engine need not keep them."""
 
     received: int
     """How many events the app has received from this engine."""
 
 
 class PlanExport(Message, frozen=True):
-    """Requests what `Engine.plan_export` emits."""
+    """Requests the event of `Engine.plan_export`."""
 
 
 class CheckPath(Message, frozen=True):
-    """Requests what `Engine.check_path` emits."""
+    """Requests the event of `Engine.check_path`."""
 
     path: str
 

@@ -14,11 +14,11 @@ class Engine(ABC):
     """An engine for the app. Every method returns at once, and events report the result."""
 
     can_restart: ClassVar[bool] = False
-    """Whether `restart` works. It ends even a computation that can't be cancelled, and opens the model again."""
+    """Whether `restart` works. Restarting ends even a computation that can't be cancelled, and opens the model again."""
 
     @property
     def host(self) -> str:
-        """The name of the machine to which exports and reports are written; empty for this machine."""
+        """The name of the machine on which the engine writes exports and reports, or "" for this machine."""
         return ""
 
     @abstractmethod
@@ -31,20 +31,20 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, request: SaveRequest) -> None:
-        """Write what `request` names, for the current recipe. Only `Cancel` stops it."""
+        """Write the file or folder that `request` names, for the current recipe. Only `Cancel` stops it."""
 
     @abstractmethod
     def plan_export(self) -> None:
-        """Emit what an export of the current recipe would write, once the model is open. This does not wait for commands."""
+        """Emit an event that says what an export of the current recipe would write. This waits for the model, not for commands."""
 
     @abstractmethod
     def check_path(self, path: str) -> None:
-        """Emit whether a path is taken on the machine that would write there. This does not wait for anything."""
+        """Emit, at once, an event that says whether the path already exists on the machine that would write to it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Stop everything."""
+        """Stop all work and end the engine."""
 
     def restart(self) -> None:
-        """End the engine and start another with the current recipe, settings and inputs. Only where `can_restart`."""
+        """End the engine and start another with the current recipe, settings and inputs. Call this only if `can_restart`."""
         raise RuntimeError("an engine in this process can't be started again")

@@ -3,8 +3,8 @@
 Events come in order, from the worker's threads. An event about a recipe contains that recipe, so that a pane can ignore events
 about any recipe but the current one.
 
-Annotations name classes of `dtype_engine.results` in full and do not import them: making data classes takes milliseconds, and the
-first paint needs none of them. `messages.py`, where msgspec looks them up, imports them.
+Annotations name classes of `dtype_engine.results` in full without importing them: making data classes takes milliseconds, and the
+first paint needs none of them. `messages.py` imports them, because msgspec looks them up there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Event(Message, frozen=True):
 
 
 class LoadingProgress(Event, frozen=True):
-    """The model is being opened. About `done` of `total` is done; a total of 0 means that this is not known."""
+    """Reports that the model is being opened and about `done` of `total` is done. A total of 0 means that the total is unknown."""
 
     step: str
     """The current step in a few words."""
@@ -45,40 +45,40 @@ class LoadingProgress(Event, frozen=True):
 
 
 class HeadersRead(Event, frozen=True):
-    """All headers of the checkpoint are read. `tree` replaces the tree that the app has read from some of them."""
+    """Reports that all headers of the checkpoint are read. `tree` replaces the tree that the app has built from some of them."""
 
     tree: Tree
     notices: tuple[str, ...] = ()
 
 
 class ModelReady(Event, frozen=True):
-    """The model is loaded."""
+    """Reports that the model is loaded."""
 
     tree: Tree
-    """It has the module classes, ties and buffers."""
+    """The model's tree, with module classes, ties and buffers."""
     class_name: str
     device: str
     seconds: float
     inputs: str
     notices: tuple[str, ...]
     no_forward: str | None = None
-    """Why the model can't be run; None where it can."""
+    """Why the model can't be run, or None if it can."""
 
 
 class InputsReady(Event, frozen=True):
-    """The inputs that the model is run on from now on. Earlier measurements were made on other inputs."""
+    """Reports the inputs on which the model is run from now on. Earlier measurements used other inputs."""
 
     summary: dtype_engine.results.inputs.InputsSummary
 
 
 class InputsRefused(Event, frozen=True):
-    """New inputs do not fit the model or can't be read, so the inputs before stay in use."""
+    """Reports that new inputs do not fit the model or can't be read. The previous inputs stay in use."""
 
     message: str
 
 
 class OpenFailed(Event, frozen=True):
-    """The model could not be opened, so there is at most the tree of its headers."""
+    """Reports that the model could not be opened. At most the tree of its headers is available."""
 
     message: str
     classes_follow: bool = False
@@ -86,7 +86,7 @@ class OpenFailed(Event, frozen=True):
 
 
 class CastingProgress(Event, frozen=True):
-    """The tensors are being cast: `done` of `total`."""
+    """Reports that `done` of `total` tensors are cast."""
 
     recipe: Recipe
     done: int
@@ -94,34 +94,34 @@ class CastingProgress(Event, frozen=True):
 
 
 class CastDone(Event, frozen=True):
-    """If there is a live model, all its tensors now have their planned dtypes."""
+    """Reports that all tensors of the live model, if there is one, now have their planned dtypes."""
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
-    """The tensors whose cast loses values; None where that was not counted."""
+    """The tensors whose casts lose values, or None if the losses were not counted."""
     reason: str = ""
-    """Why that was not counted."""
+    """Why the losses were not counted."""
 
 
 class LossRemedyFound(Event, frozen=True):
-    """Rules that keep the values which the recipe loses, and the drift without and with them."""
+    """Reports rules that keep the values which the recipe loses, and the drift without and with these rules."""
 
     recipe: Recipe
     found: dtype_engine.results.attribution.LossRemedy
 
 
 class MeasuringProgress(Event, frozen=True):
-    """A measurement is running. `done` of `total` elements of the inputs are done, counted over all its passes."""
+    """Reports that a measurement is running. `done` of `total` elements of the inputs are done, counted over all its passes."""
 
     recipe: Recipe
     run: str
-    """The pass that runs now: "reference" or "candidate"."""
+    """The pass that is running: "reference" or "candidate"."""
     done: int
     total: int
 
 
 class WorkingProgress(Event, frozen=True):
-    """Another long command is running, and has done `done` of `total` steps."""
+    """Reports that another long command is running and has done `done` of `total` steps."""
 
     recipe: Recipe
     what: str
@@ -131,14 +131,14 @@ class WorkingProgress(Event, frozen=True):
 
 
 class ModulesMeasured(Event, frozen=True):
-    """The drift of some modules over the inputs that were run so far. Newer figures of a module replace its older ones."""
+    """Reports the drift of some modules over the inputs that have been run. Newer metrics of a module replace its older ones."""
 
     recipe: Recipe
     modules: tuple[dtype_engine.results.drift.ModuleDrift, ...]
 
 
 class OutputMeasured(Event, frozen=True):
-    """The drift of the main output over the sequences that a running measurement has done so far, with its settings."""
+    """Reports the main output's drift over the sequences that a running measurement has completed, and its settings."""
 
     recipe: Recipe
     settings: RunSettings
@@ -146,7 +146,7 @@ class OutputMeasured(Event, frozen=True):
 
 
 class Measured(Event, frozen=True):
-    """A measurement is complete, or has reached the wanted precision. `settings` are those that it was run with."""
+    """Reports that a measurement is complete, or has reached the wanted precision. `settings` are those of the measurement."""
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
@@ -154,41 +154,41 @@ class Measured(Event, frozen=True):
 
 
 class NoiseFloorMeasured(Event, frozen=True):
-    """The noise floor, measured over the current inputs."""
+    """Reports the noise floor over the current inputs."""
 
     floor: dtype_engine.results.attribution.NoiseFloor
 
 
 class NonfiniteFound(Event, frozen=True):
-    """Why the output that was measured is not finite, and a rule that makes it finite."""
+    """Reports why the measured output is not finite, and a rule that makes it finite."""
 
     recipe: Recipe
     found: dtype_engine.results.attribution.NonFiniteDiagnosis
 
 
 class AttributionReady(Event, frozen=True):
-    """The modules in which the drift arises: the answer to `AttributeDrift`."""
+    """Reports the modules in which the drift arises: the answer to `AttributeDrift`."""
 
     recipe: Recipe
     report: dtype_engine.results.attribution.AttributionReport
 
 
 class ImplicitCastsTraced(Event, frozen=True):
-    """The implicit casts of one forward pass: the answer to `TraceCasts`."""
+    """Reports the implicit casts of one forward pass: the answer to `TraceCasts`."""
 
     recipe: Recipe
     casts: tuple[dtype_engine.results.drift.ImplicitCastStats, ...]
 
 
 class Generated(Event, frozen=True):
-    """The texts that reference and candidate generated: the answer to `Generate`."""
+    """Reports the texts that the reference and the candidate generated: the answer to `Generate`."""
 
     recipe: Recipe
     texts: tuple[dtype_engine.results.runs.Generation, ...]
 
 
 class SpeedMeasured(Event, frozen=True):
-    """How long forward passes take: the answer to `MeasureSpeed`."""
+    """Reports how long forward passes take: the answer to `MeasureSpeed`."""
 
     recipe: Recipe
     report: dtype_engine.results.runs.SpeedReport
@@ -202,7 +202,7 @@ class FilesChecked(Event, frozen=True):
 
 
 class WeightInspected(Event, frozen=True):
-    """Statistics of one tensor's values: the answer to `InspectWeight`."""
+    """Reports statistics of one tensor's values: the answer to `InspectWeight`."""
 
     recipe: Recipe
     name: str
@@ -210,7 +210,7 @@ class WeightInspected(Event, frozen=True):
 
 
 class ExportPlanned(Event, frozen=True):
-    """What an export of this recipe would write. `plan` is None where it can't be exported; `reason` then says why."""
+    """Reports what an export of this recipe would write. If it can't be exported, `plan` is None and `reason` says why."""
 
     recipe: Recipe
     plan: ExportPlan | None
@@ -218,7 +218,7 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Whether a path on the engine's machine is taken by a file or a folder with files. `reason`: why it can't be written."""
+    """Reports whether a path on the engine's machine is a file or a non-empty folder. reason: why the path can't be written."""
 
     path: str
     taken: bool
@@ -226,7 +226,7 @@ class PathChecked(Event, frozen=True):
 
 
 class SavingProgress(Event, frozen=True):
-    """A save is running, and has written `done` of `total` bytes. The app shows this whatever the current recipe is."""
+    """Reports that a save has written `done` of `total` bytes. The app shows this even if the current recipe has changed."""
 
     recipe: Recipe
     what: str
@@ -236,18 +236,18 @@ class SavingProgress(Event, frozen=True):
 
 
 class Saved(Event, frozen=True):
-    """A save has ended."""
+    """Reports that a save has ended."""
 
     recipe: Recipe
     done: bool
     """Whether everything was written."""
     sentence: str
-    """What was written and where, or why nothing was."""
+    """A sentence that says what was written to which path, or why nothing was written."""
     notices: tuple[str, ...] = ()
 
 
 class Composed(Event, frozen=True):
-    """The text of a file that the app writes, because it runs on another machine than the engine."""
+    """Carries the text of a file that the app writes itself, because the app runs on another machine than the engine."""
 
     recipe: Recipe
     text: str
@@ -255,27 +255,27 @@ class Composed(Event, frozen=True):
 
 
 class ScanUpdated(Event, frozen=True):
-    """The estimates of a scan so far, which belong to no recipe. `finished`: all of its inputs were run."""
+    """Reports a scan's current estimates, which belong to no recipe. finished: whether all of the scan's inputs were run."""
 
     report: dtype_engine.results.scan.ScanReport
     finished: bool
 
 
 class RecipeMeasured(Event, frozen=True):
-    """One of several recipes was measured, which need not be the current one. `settings` are those that it was run with."""
+    """Reports the drift of one of several recipes, which need not be the current one. `settings` are those of the measurement."""
 
     report: dtype_engine.results.drift.DriftReport
     settings: RunSettings = RunSettings()
 
 
 class Noticed(Event, frozen=True):
-    """A note to the user about the running command."""
+    """Carries a note to the user about the running command."""
 
     message: str
 
 
 class Failed(Event, frozen=True):
-    """The measurement of this recipe ended in an error; the session goes on."""
+    """Reports that the measurement of this recipe ended with an error. The session continues."""
 
     recipe: Recipe
     message: str
@@ -284,55 +284,55 @@ class Failed(Event, frozen=True):
 
 
 class Refused(Event, frozen=True):
-    """A command can't be run, or it failed. The figures that were measured before stay valid."""
+    """Reports that a command can't be run, or that it failed. Earlier metrics stay valid."""
 
     job: JobName
-    """The command, or the part of a measurement after its figures, that failed."""
+    """The name of the command, or of the later part of a measurement, that was refused or failed."""
     message: str
 
 
 class Stopped(Event, frozen=True):
-    """The user stopped a command. Nothing is emitted where a newer command supersedes an older one."""
+    """Reports that the user stopped a command. It is not emitted if a newer command supersedes an older one."""
 
     recipe: Recipe
     job: JobName | None
-    """The command that ran; None where none did."""
+    """The command that was running, or None if none was."""
     dropped: tuple[JobName, ...] = ()
-    """The commands that waited and were dropped."""
+    """The waiting commands that were dropped."""
 
 
 class Jobs(Event, frozen=True):
-    """The command that runs ("" where none does) and those that wait, in their order. Emitted when this changes."""
+    """Reports the running command ("" if none is) and the waiting commands in order. It is emitted when one of these changes."""
 
     running: JobName | Literal[""]
     waiting: tuple[JobName, ...]
 
 
 class Memory(Event, frozen=True):
-    """The memory in use. Emitted about four times a second while a command runs, and once when it ends."""
+    """Reports the memory in use, about four times a second while a command runs, and once when it ends."""
 
     recipe: Recipe
     stats: dtype_engine.results.memory.MemoryStats
 
 
 class Idle(Event, frozen=True):
-    """No command runs or waits."""
+    """Reports that no command is running or waiting."""
 
 
 class EngineEnded(Event, frozen=True):
-    """The engine's process has ended, and its work is lost; `message` says why. `Engine.restart` starts another."""
+    """Reports that the engine's process has ended and its work is lost; `message` says why. `Engine.restart` starts another."""
 
     message: str
 
 
 class EngineLost(Event, frozen=True):
-    """The connection to the engine is cut. The engine goes on working, and the app tries to reconnect."""
+    """Reports that the connection to the engine is cut. The engine continues its work, and the app tries to reconnect."""
 
     message: str
 
 
 class EngineBack(Event, frozen=True):
-    """The engine is connected again. The events that it emitted in the meantime follow."""
+    """Reports that the engine is connected again. The events that it emitted while it was disconnected follow."""
 
 
 REPLACEABLE = (
@@ -346,11 +346,11 @@ REPLACEABLE = (
     Jobs,
     ScanUpdated,
 )
-"""Events that report a current state, so that only the newest of each type matters."""
+"""Events that report a current state, so that only the newest event of each type matters."""
 
 
 def is_opened(event: Event) -> bool:
-    """Whether the opening of the model has ended, successfully or not, so that no more long-lived objects are made."""
+    """Return whether the opening of the model has ended, successfully or not, so that no more long-lived objects are created."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

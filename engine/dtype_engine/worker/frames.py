@@ -1,4 +1,4 @@
-"""Messages in a stream of bytes: first a mark, then for each message its length (4 bytes, big-endian) and its bytes."""
+"""Frames messages in a byte stream: first a mark, then for each message its length (4 bytes, big-endian) and its bytes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 MARK = b"\0dtype-engine\0"
 MOST_BYTES = 16 << 20
-"""The most bytes that a message may have."""
+"""Maximum number of bytes of a message."""
 _MOST_BEFORE_THE_MARK = 1 << 20
 
 
 class WireError(Exception):
-    """The other end sent something that this version does not send."""
+    """The other process sent data that this version never sends."""
 
 
 class FrameReader:
-    """Reads the messages of a stream. read: returns at most so many bytes as soon as there are any, and none at the end."""
+    """Reads the messages of a stream. read(n): returns up to n bytes as soon as any arrive, and no bytes at the end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -25,7 +25,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip what a login shell may print before the mark. Returns False where the stream ends first. Raises WireError."""
+        """Skip text that a login shell may print before the mark. Returns False if the stream ends first. Raises WireError."""
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:
                 raise WireError("its first megabyte has no mark of dtype-engine")
@@ -41,7 +41,7 @@ class FrameReader:
         return True
 
     def next(self) -> bytes | None:
-        """The next message; None at the end. Raises WireError."""
+        """Return the next message, or None at the end. Raises WireError."""
         size = self._exactly(4)
         if size is None:
             return None
@@ -78,7 +78,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages. write: writes all of its bytes, and raises OSError where the other end is gone."""
+    """Writes messages. write: writes all of its bytes, and raises OSError if the other process is gone."""
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
         self._write = write

@@ -1,4 +1,4 @@
-"""Imports torch early in another thread, because the import takes longer than anything else before the first figure."""
+"""Imports torch early in another thread, because this import is the slowest step before the first metrics."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ _thread: threading.Thread | None = None
 
 
 def begin_imports() -> None:
-    """Import torch, and what needs it, in another thread. An import that fails is reported when a model is opened."""
+    """Import torch, and the packages that use it, in another thread. A failed import is reported when a model is opened."""
     global _thread
     _thread = threading.Thread(target=_import, name="dtype-engine-imports", daemon=True)
     _thread.start()
 
 
 def finish_imports() -> None:
-    """Wait for the thread of `begin_imports`: if two threads import one package, one of them can see a partly imported module."""
+    """Wait for the thread of `begin_imports`. If two threads import one package, one of them may see it partly imported."""
     if _thread is not None:
         _thread.join()
 

@@ -1,4 +1,4 @@
-"""Scans that are saved on the engine's machine, so that a later engine can resume them, even after a crash."""
+"""Saves scans on the engine's machine, so that a later engine can resume them, even after a crash."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ MOST_KEPT = 20
 
 
 def kept_scans_folder() -> Path:
-    """The folder with this user's saved scans."""
+    """Return the folder with this user's saved scans."""
     return state_folder() / "scans"
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
-    """Save a scan after every sequence from now on, and resume it from the saved scan of the same weights, inputs, dtypes and
-    library versions. Where it can't be saved, `on_unsaved` gets the reason once, and the scan goes on unsaved.
+    """Save a scan after every sequence from now on, and first resume it from a saved scan of the same weights, inputs, dtypes and
+    library versions. If it can't be saved, `on_unsaved` is called once with the reason, and the scan continues unsaved.
     """
     if scan.save is not None:
         return
@@ -47,7 +47,7 @@ def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
 
 
 def _prune(folder: Path) -> None:
-    """Remove the oldest files, and leave the `MOST_KEPT` that were written last."""
+    """Remove all files but the `MOST_KEPT` that were written last."""
     files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
     for file in files[MOST_KEPT:]:
         file.unlink(missing_ok=True)

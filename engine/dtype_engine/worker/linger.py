@@ -1,8 +1,8 @@
-"""An engine that outlives its connections. It listens on a socket that only its user can reach; for each connection a relay process
-copies between that socket and its own standard input and output.
+"""An engine that outlives its connections. It listens on a socket that only its user can reach. For each connection, a relay
+process copies between that socket and the relay's standard input and output.
 
-Only its owner may enter the folder of the sockets. A running engine holds a lock on its log file, so a relay can find out whether
-the engine still runs without connecting to it.
+Only the user may enter the sockets' folder. A running engine holds a lock on its log file, so a relay can tell, without connecting,
+whether the engine is still running.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ _POLL_S = 0.5
 
 
 def engines_folder() -> Path:
-    """The folder with the sockets of this user's engines."""
+    """Return the folder that holds the sockets of this user's engines."""
     return state_folder() / "engines"
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:
-    """Connect standard input and output to the engine of a session, and start the engine if it does not run. Returns the exit
-    status.
+    """Connect standard input and output to a session's engine, and start the engine if it is not running. Returns the exit status.
 
-    Raises UserError where other users may enter the folder of the sockets.
+    Raises UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
     folder = engines_folder()
@@ -70,7 +69,7 @@ def relay(session: str, linger_s: float, compressed: bool) -> int:
 
 
 def _enter(folder: Path) -> None:
-    """Make a folder the working directory, creating it if needed. Raises UserError where other users may enter it."""
+    """Make a folder the working directory, creating it if needed. Raises UserError if other users may enter it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -88,7 +87,7 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to the engine of a session. Returns the connection, and the engine's process if this call started it."""
+    """Connect to a session's engine. Returns the connection, and the engine's process if this call started the engine."""
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -105,7 +104,7 @@ def _reach(
 
 @contextlib.contextmanager
 def _folder_locked() -> Iterator[None]:
-    """Lock the working directory for the block, so that only one of two relays starts the engine."""
+    """Lock the working directory during the block, so that only one of two relays starts the engine."""
     lock = os.open(".", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,7 +143,7 @@ def _start(
 
 
 def _is_running(session: str) -> bool:
-    """Whether the engine of a session runs, which is when it holds the lock on its log file."""
+    """Return whether a session's engine is running: a running engine holds the lock on its log file."""
     try:
         log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -159,7 +158,7 @@ def _is_running(session: str) -> bool:
 
 
 def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
-    """Why the engine of a session has ended, as far as that is known."""
+    """Explain why a session's engine has ended, as far as the reason is known."""
     if child is not None and (status := child.wait()) < 0:
         return signal_words(-status)
     try:
@@ -177,7 +176,7 @@ def _copy_input(connection: socket.socket) -> None:
 
 
 class _Listener:
-    """Accepts connections. A new one replaces the current one, because a dead connection may seem alive here for hours."""
+    """Accepts connections. A new connection replaces the current one, because a dead connection may seem alive here for hours."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -187,7 +186,7 @@ class _Listener:
         threading.Thread(target=self._accept, name="dtype-engine-listen", daemon=True).start()
 
     def next(self, seconds: float) -> socket.socket | None:
-        """Wait for the next connection; None where there is none within so many seconds."""
+        """Wait for the next connection. Returns None if no connection arrives within `seconds`."""
         try:
             return self._arrived.get(timeout=seconds)
         except queue.Empty:
@@ -211,7 +210,7 @@ def close(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Serve one connection after another, until the app closes the engine or is away for `linger_s` seconds while it is idle."""
+    """Serve one connection after another, until the app closes the engine or it is idle and unconnected for `linger_s` seconds."""
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
     server = EngineServer(keep=True)
@@ -234,7 +233,7 @@ def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
 
 
 def main() -> None:
-    """Run a lingering engine. Arguments: the descriptor of its socket, the path of its files without endings, seconds to linger."""
+    """Run a lingering engine. Arguments: its socket's descriptor, its files' path without extension, and the seconds to linger."""
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived

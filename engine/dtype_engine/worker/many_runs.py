@@ -1,4 +1,4 @@
-"""Runs work of many independent parts (scans, causes, several recipes) by workers if the user wants them, else by this engine."""
+"""Runs work with many independent parts (scans, causes, several recipes) on workers if the user wants them, else in this engine."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs such work. Only `close` may be called from another thread than the worker's."""
+    """Runs scans, causes and several recipes. Only `close` may be called from another thread than the worker's."""
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:
         self._model = model
         self._emit = emit
         self._workers: Workers | None = None
         self._measuring: MeasureRecipes | None = None
-        """The recipes of the last command: where it was stopped by a newer one and runs again, those in `_measured` are skipped."""
+        """The latest command. If a newer command stopped it and it runs again, the recipes in `_measured` are skipped."""
         self._measured: set[int] = set()
 
     def close(self) -> None:
@@ -41,7 +41,7 @@ class ManyRuns:
             self._workers.close()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
-        """Start a scan or resume it. Raises as `Session.scan`."""
+        """Start a scan or resume it. Raises the errors of `Session.scan`."""
         from dtype_engine.runtime.scan.scan import Scan as ScanInParts
 
         def on_estimate(report: ScanReport) -> None:
@@ -77,7 +77,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
-        """Find the modules in which the drift of the session's recipe arises. Raises as `Session.causes`."""
+        """Find the modules in which the drift of the session's recipe arises. Raises the errors of `Session.causes`."""
         with self._over(session, session.plan.planned_bytes) as over:
             if over is None:
                 return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)
@@ -88,7 +88,7 @@ class ManyRuns:
             return work.causes(session, over, self._reporter(recipe, "causes", over), token)
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure several recipes, then cast to `recipe` again. Raises as `Session.drift`."""
+        """Measure several recipes, then cast to `recipe` again. Raises the errors of `Session.drift`."""
         from dtype_engine.evaluation import work
 
         if command is not self._measuring:
@@ -109,8 +109,8 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Gives the workers, or None for this engine. private: as in `Workers.pool`. Workers that fail are closed, and the next
-        work starts others.
+        """Yield the workers; None to use this engine. private: as in `Workers.pool`. After an error, the next call restarts
+        them.
         """
         workers = self._model.options.workers
         if workers is None or not needed:
@@ -136,7 +136,7 @@ class ManyRuns:
         return on_progress
 
     def _reporter(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
-        """A callback that emits progress such as `scan: 4 workers, 37 of 128`."""
+        """Return a callback that emits progress such as `scan: 4 workers, 37 of 128`."""
         by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
 
         def report_done(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Samples the process's memory while the worker works."""
+"""Samples the process's memory while the worker is busy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INTERVAL_S = 0.25
 
 
 class MemorySampler:
-    """Emits `Memory` four times a second from its thread, once there is a session and while the worker is `busy`."""
+    """Emits `Memory` four times a second from its own thread, after a session has opened and while the worker is `busy`."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()
@@ -26,13 +26,13 @@ class MemorySampler:
         self._lock = threading.Lock()
 
     def emit_now(self) -> None:
-        """Emit the memory in use now. A lock makes the last event the newest measurement where two threads call this."""
+        """Emit the memory in use now. If two threads call this, a lock ensures that the last event is the newest measurement."""
         if (session := self.session) is not None:
             with self._lock:
                 self._emit(events.Memory(session.recipe, session.memory()))
 
     def close(self) -> None:
-        """Ask the thread to end."""
+        """Ask the sampling thread to end."""
         self._closing.set()
         self.busy.set()  # wakes the thread
 

@@ -1,7 +1,7 @@
 """Encodes messages as MessagePack, for an engine in another process.
 
 A tree is sent before its event, in parts of a few hundred tensors, because decoding it in one piece would delay the handling of
-keys. Every message that arrives is checked: its types here, and what types can't express by `checks.py`.
+keys. Every message that arrives is checked: its types in this module, and all other properties by `checks.py`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
 
 _A_PART = 400
-"""The most tensors, and the most modules, in one part of a tree."""
+"""Maximum number of tensors, and of modules, in one part of a tree."""
 _LARGEST = 1 << 60
-"""The largest integer that is accepted in an event; the largest real ones are bytes."""
+"""The largest integer that an event may contain; the largest real ones are numbers of bytes."""
 
 
 _TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
@@ -55,7 +55,7 @@ _Tensor = tuple[
     tuple[str, ...],
     int | Literal["unknown"] | None,
 ]
-"""The values of the fields in `_TENSOR`."""
+"""A tensor as the values of the fields in `_TENSOR`."""
 
 
 class TreePart(Message, frozen=True):
@@ -65,7 +65,7 @@ class TreePart(Message, frozen=True):
     """Whether the tree knows the modules' classes."""
     tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
-    """For each module its name, its class, and the reason why it must stay in float32."""
+    """The name of each module, its class, and the reason why it must stay in float32."""
 
 
 Request = commands.FromTheApp | SaveRequest | control.FromTheApp
@@ -74,7 +74,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """msgspec's `enc_hook`. A tree becomes None in its event, because its parts are sent before."""
+    """Replace a tree by None while an event is encoded, because the tree's parts are sent before. This is msgspec's `enc_hook`."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -92,7 +92,7 @@ def encode_request(request: Message) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode what `encode_request` made. Raises WireError."""
+    """Decode a message that `encode_request` encoded. Raises WireError."""
     try:
         return _REQUESTS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -100,14 +100,14 @@ def decode_request(data: bytes) -> Request:
 
 
 def encode_answer(answer: Answer) -> Iterator[bytes]:
-    """The messages that carry one event: first the parts of its tree, if it has one, then the event."""
+    """Return the messages for one event: first the parts of its tree, if it has one, then the event."""
     if isinstance(answer, events.HeadersRead | events.ModelReady):
         yield from _tree_parts(answer.tree)
     yield _ENCODER.encode(answer)
 
 
 class AnswerDecoder:
-    """Decodes an engine's messages in their order. It trusts none of them: types are checked, and text is made safe to show."""
+    """Decodes an engine's messages in order. It trusts none of them: types are checked, and text is made safe to show."""
 
     def __init__(self) -> None:
         self._tree = Tree(())
@@ -115,10 +115,10 @@ class AnswerDecoder:
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """One object for each distinct shape, which saves memory: 90,000 tensors may have a few dozen shapes."""
+        """One object for each distinct shape. Sharing them saves memory: 90,000 tensors may have a few dozen shapes."""
 
     def begin_again(self) -> None:
-        """Forget the parts of an incomplete tree, because all of them will be sent again."""
+        """Forget the parts of an incomplete tree, because the engine will send all of them again."""
         self._modules, self._tensors, self._with_classes = [], [], False
 
     def decode(self, data: bytes) -> Answer | None:
@@ -135,8 +135,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _safe(self, value: Any) -> Any:
-        """`value` without characters that a terminal would interpret. Names in the tree and the patterns of a recipe stay
-        unchanged: they are escaped when they are shown, and the recipe has to equal the app's.
+        """Return `value` without characters that a terminal would interpret. Names in the tree and patterns of a recipe stay
+        unchanged, because they are escaped when shown, and the recipe has to equal the app's.
         """
         if isinstance(value, str):
             known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
@@ -150,7 +150,7 @@ class AnswerDecoder:
         return value
 
     def _tree_of(self, kind: type, value: object) -> Tree:
-        """msgspec's `dec_hook`: make the tree of an event from the parts that arrived before it."""
+        """Build the tree of an event from the parts that arrived before the event. This is msgspec's `dec_hook`."""
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
         self._tree = self._made_tree()
@@ -169,7 +169,7 @@ class AnswerDecoder:
             self._tensors.append(before if before == tensor else tensor)  # sharing them saves 60 MiB for 90,000
 
     def _made_tree(self) -> Tree:
-        """Make a tree from the parts that have arrived since the last tree."""
+        """Build a tree from the parts that have arrived since the previous tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []
         tree = Tree(

@@ -23,24 +23,24 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """As much of a model as could be opened: a session, or only the headers of a checkpoint, or neither."""
+    """The opened parts of a model: a session, only the headers of a checkpoint, or neither."""
 
     source: Source
     options: Options
     checkpoint: Checkpoint | None = None
     session: Session | None = None
     known_tree: Tree | None = None
-    """The tree with module classes, where the architecture is known but there is no session."""
+    """The tree with module classes, if the architecture is known but there is no session."""
     why_closed: str = ""
     """Why there is no session."""
 
     @property
     def available(self) -> Available:
-        """What commands can work on."""
+        """Whether commands can use a live model, only files, or nothing."""
         return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
 
     def tree(self) -> Tree:
-        """The most complete tree that is known. Raises UserError where nothing is open."""
+        """Return the most complete known tree. Raises UserError if nothing is open."""
         if self.session is not None:
             return self.session.tree
         if self.checkpoint is None:
@@ -49,7 +49,7 @@ class OpenModel:
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
-    """Open `source` and emit the progress. Raises nothing: where the model can't be loaded, the result has no session.
+    """Open `source` and emit the progress. It raises nothing: if the model can't be loaded, the result has no session.
 
     read_headers: first emit the tree of the headers, which the caller has not seen in full.
     """
@@ -73,8 +73,8 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
     """Raise UserError for a rule that matches nothing in a checkpoint, before any weight is loaded.
 
-    The names in the headers are mostly enough to decide. Otherwise, or where a rule names module classes, the architecture is made,
-    which imports torch: it also has tied names and packed experts that the files do not have.
+    The names in the headers are usually enough. Otherwise, or if a rule names module classes, the architecture is built, which
+    imports torch: unlike the files, it also has tied names and packed experts.
     """
     checkpoint = source.open() if recipe.rules else None
     if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):
@@ -116,7 +116,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the session, after the tree of the headers was emitted where that is wanted. Raises NoForward, UserError."""
+    """Open the session, after emitting the tree of the headers if requested. Raises NoForward, UserError."""
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")
@@ -142,7 +142,7 @@ def _opened(
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
-    """Emit the tree of a model that can't be run, with the classes and ties of its architecture if that is known."""
+    """Emit the tree of a model that can't be run, with the classes and ties of its architecture if the architecture is known."""
     from dtype_engine.runtime.model.describe import describe
 
     assert model.checkpoint is not None

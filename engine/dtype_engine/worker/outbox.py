@@ -9,9 +9,9 @@ from dtype_engine.worker import events
 
 
 class Outbox:
-    """A queue of events in which newer events replace older ones that have not been taken yet. It is safe to use from any thread.
+    """A thread-safe queue of events in which newer events replace older ones that have not been taken yet.
 
-    keep: events that were taken are kept until they are acknowledged, and are given again after the next `open`. Events are counted
+    keep: whether to keep taken events until they are acknowledged, and return them again after the next `open`. Events are counted
     in the order in which they are taken.
     """
 
@@ -42,7 +42,7 @@ class Outbox:
         return event
 
     def take(self) -> events.Event | None:
-        """Wait for the next event and take it; None once the outbox is shut."""
+        """Wait for the next event and remove it from the queue. Returns None once the outbox is shut."""
         with self._changed:
             while self._open and not self._waiting:
                 self._changed.wait()
@@ -61,7 +61,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let events be taken: first again those after the first `received`, then the new ones."""
+        """Let `take` return events: first all after the first `received`, even if they were taken before, then the new ones."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))
@@ -69,7 +69,7 @@ class Outbox:
             self._open = True
 
     def shut(self) -> None:
-        """Let no more events be taken. A thread that waits in `take` returns."""
+        """Make `take` return None from now on, also in a thread that is waiting in it."""
         with self._changed:
             self._open = False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Counts the values that the casts of a recipe lose from a checkpoint's files, where there is no live model and that is cheap."""
+"""Counts the values that casts lose in a checkpoint's files, if there is no live model and only a few bytes must be read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.numerics.overflow_underflow import Counted
 
 MAX_AUTOMATIC_BYTES = 8 << 30
-"""The most bytes of values that are read automatically. More are read only when the user asks for it."""
+"""Maximum number of bytes of values to read automatically. More bytes are read only at the user's request."""
 
 
 class PlannedLosses:
@@ -36,8 +36,8 @@ class PlannedLosses:
         cancelled: IsCancelled,
         read_all: bool = False,
     ) -> None:
-        """Emit which values the recipe loses, and rules that keep them. Where more than `MAX_AUTOMATIC_BYTES` would have to be
-        read, they are read only with `read_all`, and otherwise their size is emitted. Raises Cancelled.
+        """Emit the values that the recipe loses, and rules that keep them. More than `MAX_AUTOMATIC_BYTES` are read only if
+        `read_all` is set; otherwise the number of bytes is emitted. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
@@ -76,7 +76,7 @@ class PlannedLosses:
             emit(events.LossRemedyFound(recipe, found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """The stored bytes of the tensors that a plan casts and whose losses are not counted yet."""
+        """Return the stored bytes of the tensors that a plan casts and whose losses are not counted yet."""
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

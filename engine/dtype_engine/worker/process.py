@@ -1,7 +1,6 @@
-"""An engine in another process, on this machine or another. Commands go to its standard input; events come from its standard
-output.
+"""An engine in another process, here or elsewhere. Commands go to its standard input, events come from its standard output.
 
-If that process ends, the app goes on and receives an event.
+If that process ends, the app continues and receives an event.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Waits between attempts to reconnect; the last is repeated. It is long, because each attempt may be a refused login."""
+"""Seconds between attempts to reconnect; the last is repeated. It is long, because each attempt may be a refused login."""
 
 
 @dataclass
 class _InForce:
-    """The state that a new engine needs to continue where the last one was."""
+    """The state with which a new engine continues the work of the previous one."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -69,7 +68,7 @@ class _InForce:
 
 
 def clear_up(request: SaveRequest) -> None:
-    """Remove the unfinished files of an engine of this machine that has ended."""
+    """Remove the unfinished files of an engine on this machine that has ended."""
     from dtype_engine.core.export_lock import recover_stale
     from dtype_engine.worker.save_requests import ExportRequest
 
@@ -81,7 +80,7 @@ class EngineProcess(Engine):
     """Starts the engine's process and opens `model` in it. `emit` is called from threads of this object.
 
     process: a process that the same command has already started. connection: a connection that has passed its handshake and has
-    been asked to open the model. session: the token with which a lingering engine is found again.
+    been asked to open the model. session: the token that identifies a lingering engine.
     """
 
     can_restart: ClassVar[bool] = True
@@ -109,18 +108,18 @@ class EngineProcess(Engine):
         """Guards the fields below."""
         self._in_force = _InForce()
         self._requests: list[Message] = []
-        """Requests to send after `Open`. For a lingering engine all of them, since a cut connection may have lost some; for any
-        other engine those that were made before it was connected.
+        """Requests to send after `Open`. For a lingering engine these are all requests, since a cut connection may have lost some.
+        For any other engine, these are the requests made before it was connected.
         """
         self._is_connected = False
-        """Whether the engine was asked to open the model and its connection is not cut."""
+        """Whether the connection is intact and the engine was asked to open the model."""
         self._given_up = threading.Event()
         """Set to stop the attempts to reconnect."""
         self._received = 0
         """How many events this engine has sent."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The request that is being written, and those that wait."""
+        """The save request that the engine is carrying out, and the waiting ones."""
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -128,7 +127,7 @@ class EngineProcess(Engine):
 
     @property
     def process_id(self) -> int | None:
-        """The id of the engine's process, or of the process that connects to it; None while there is none."""
+        """The ID of the engine's process, or of the process that connects to it, or None if there is no process."""
         connection = self._connection
         return connection.process_id if connection is not None else None
 
@@ -194,7 +193,7 @@ class EngineProcess(Engine):
                 connection.kill()
 
     def _send(self, request: Message) -> None:
-        """Send a request now, or keep it until there is a connection. The lock must be held."""
+        """Send a request now, or keep it until there is a connection. The caller must hold the lock."""
         if self._ended:
             return  # the next engine gets the current recipe, settings and inputs
         if self._command.lingers or not self._is_connected:
@@ -203,7 +202,7 @@ class EngineProcess(Engine):
             self._connection.send(request)
 
     def _send_kept(self, connection: Connection, received: int) -> None:
-        """Send the kept requests except the first `received`; later requests are then sent at once."""
+        """Send the kept requests except the first `received`. Later requests are sent at once."""
         with self._lock:
             for request in self._requests[received:]:
                 connection.send(request)
@@ -212,7 +211,7 @@ class EngineProcess(Engine):
             self._is_connected = True
 
     def _run(self) -> None:
-        """The body of a separate thread: start engines and emit their events until one ends for good."""
+        """Start engines, one after another, and emit their events until one ends for good. This is the body of a thread."""
         while True:
             reason = self._serve_once()
             with self._lock:
@@ -234,7 +233,7 @@ class EngineProcess(Engine):
                 self._requests = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
-        """Serve one engine until it ends, reconnecting where its connection is cut. Returns why it ended."""
+        """Serve one engine until it ends, and reconnect if its connection is cut. Returns why the engine ended."""
         from dtype_engine.worker import messages
 
         self._received = 0
@@ -250,7 +249,7 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Emit the events of one connection until it ends. Returns why the engine ended; None where only the connection was cut."""
+        """Emit the events of one connection until it ends. Returns why the engine ended, or None if only the connection was cut."""
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name
@@ -306,7 +305,7 @@ class EngineProcess(Engine):
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write the text that the engine of another machine has sent to a file here. Raises WireError where none was requested."""
+        """Write the text that a remote engine has sent to a file on this machine. Raises WireError if the app requested none."""
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
@@ -332,7 +331,7 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Reconnect to an engine that still runs, however long that takes. Raises UserError where it has ended."""
+        """Reconnect to a running engine, however long that takes. Raises UserError if it has ended."""
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))
@@ -360,7 +359,7 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Why a process with this exit status has ended, as far as that is known."""
+        """Explain why a process with this exit status has ended, as far as the reason is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

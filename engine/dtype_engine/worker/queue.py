@@ -2,8 +2,8 @@
 
 New inputs come before a measurement, a measurement before its follow-ups, and all of these before the other commands, which keep
 their order. A newer recipe or newer inputs stop any running command that comes after them, except a save; a command stopped in this
-way runs again later, unless it is superseded. A command that the user stops does not run again. The noise floor is measured when
-nothing else waits, and any other command stops it.
+way runs again later, unless it is superseded. A command that the user stops does not run again. The noise floor is measured when no
+other command is waiting, and any other command stops it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from dtype_engine.worker.commands import (
 )
 
 Available = Literal["opening", "model", "files", "nothing"]
-"""What commands can work on: not known yet, a live model, only the files of a checkpoint, or nothing."""
+"""The resources for commands: not known yet, a live model, only the files of a checkpoint, or nothing."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """What the worker has to do. The last three fields are kept until they are reported (see `reported`)."""
+    """The running and waiting commands, and the state that they depend on. The last three fields are kept until reported."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -45,23 +45,23 @@ class Queue:
     running: Command | None = None
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
-    """What stops the running command: nothing, a newer command, or the user."""
+    """Who stops the running command: no one, a newer command, or the user."""
     failed: bool = False
-    """The last measurement ended without figures."""
+    """Whether the last measurement ended without metrics."""
     in_full: bool = False
-    """The running measurement must run all inputs."""
+    """Whether the running measurement must run all inputs."""
     paused: bool = False
-    """Scans are paused."""
+    """Whether scans are paused."""
     stopped: JobName | None = None
     """The command that the user stopped."""
     dropped: tuple[JobName, ...] = ()
-    """The commands that waited when the user stopped everything."""
+    """The commands that were waiting when the user stopped all commands."""
     refused: tuple[tuple[JobName, str], ...] = ()
     """Commands that can't run, with the reason for each."""
 
 
 def merge(queue: Queue, request: Request) -> Queue:
-    """The queue after `request`."""
+    """Return the queue with `request` applied to it."""
     match request:
         case SetRecipe():
             return _add(replace(queue, recipe=request.recipe), Measure())
@@ -84,7 +84,7 @@ def merge(queue: Queue, request: Request) -> Queue:
 
 
 def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
-    """The queue after the attempt to open the model. Commands that need more than is `available` are refused with `reason`."""
+    """Return the queue after the model was opened or opening failed. Commands that lack resources are refused with `reason`."""
     result = replace(queue, available=available, unavailable_reason=reason, waiting=())
     for command in queue.waiting:
         result = _add(result, command)
@@ -92,7 +92,7 @@ def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
 
 
 def take(queue: Queue) -> Queue:
-    """The queue with its first waiting command running."""
+    """Return the queue with its first waiting command running."""
     running, *waiting = queue.waiting
     failed = queue.failed and not isinstance(running, Measure)
     in_full = isinstance(running, Measure) and running.in_full
@@ -102,7 +102,7 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """The queue after its running command has ended; `follow_ups` are the commands that must follow it."""
+    """Return the queue after its running command has ended. follow_ups: commands that must run after the ended one."""
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")
@@ -119,19 +119,19 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """The queue after its refusals have been reported, and, where nothing runs, what was stopped and dropped."""
+    """Return the queue without its refusals and, if no command is running, without the stopped and dropped commands."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())
 
 
 def job_names(commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """The names of commands, with which each can be cancelled."""
+    """Return the names of commands. A name is also the argument that cancels the command."""
     return tuple(command.name for command in commands)
 
 
 def supersedes(newer: Command, older: Command) -> bool:
-    """Whether `older` need not run, because `newer` will."""
+    """Return whether `older` need not run, because `newer` will run."""
     if isinstance(newer, Measure):
         return isinstance(older, Measure | ApplyRecipe | FollowUp)
     return newer.once and type(newer) is type(older)

@@ -75,7 +75,7 @@ class CommandRunner:
         self._many.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command for `recipe`; returns the commands that must follow it. Raises Cancelled, and what the session raises."""
+        """Run one command for `recipe`. Returns the commands that must follow it. Raises Cancelled, and the session's errors."""
         session = self._model.session
         if session is not None:
             session.settings = settings
@@ -256,7 +256,7 @@ class CommandRunner:
         self._emit(events.FilesChecked(recipe, found))
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Write what was requested. A failure is emitted as `Saved`, because it does not affect the figures of the recipe."""
+        """Write the requested file or folder. A failure is emitted as `Saved`, because it does not affect the recipe's metrics."""
         from dtype_engine.worker.writer import SaveContext, compose, run_save
 
         request = command.request

@@ -1,4 +1,4 @@
-"""What the app may ask the worker to write: a checkpoint, a recipe file, a report, a recipe for another tool.
+"""Requests to write a checkpoint, a recipe file, a report, or a recipe for another tool.
 
 Existing files are replaced only if the request has `replace` set.
 """
@@ -24,13 +24,13 @@ class ExportRequest(Message, frozen=True):
 
 
 class RecipeRequest(Message, frozen=True):
-    """Write the current recipe to a file, with its settings and, if it was measured, the figures."""
+    """Write the current recipe to a file, with its settings and, if it was measured, its metrics."""
 
     file: Path
     replace: bool = False
     drift: dtype_engine.results.drift.DriftReport | None = None
     as_text: bool = False
-    """Send the text to the app, which writes the file because it runs on another machine."""
+    """Whether to send the text to the app, which then writes the file because it runs on another machine."""
 
 
 class ReportRequest(Message, frozen=True):
@@ -39,7 +39,7 @@ class ReportRequest(Message, frozen=True):
     file: Path
     replace: bool = False
     drift: dtype_engine.results.drift.DriftReport | None = None
-    """None: the recipe is measured for the report."""
+    """A measurement of the recipe. If None, the recipe is measured for the report."""
 
 
 class ConvertRequest(Message, frozen=True):
@@ -49,22 +49,22 @@ class ConvertRequest(Message, frozen=True):
     target: str
     replace: bool = False
     as_text: bool = False
-    """As in `RecipeRequest`."""
+    """Whether to send the text to the app, as in `RecipeRequest`."""
 
 
 SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
 
 
 class ExportPlan(Message, frozen=True):
-    """What an export would write."""
+    """The bytes and dtypes that an export would write."""
 
     nbytes: int
     """Bytes of all tensors, scales included."""
     files: int
     dtypes: tuple[tuple[str, int, int], ...]
-    """For each dtype its name, how many tensors have it, and their bytes."""
+    """For each dtype, its name, how many tensors have it, and their bytes."""
     loading: str
-    """A sentence that says in which dtypes `from_pretrained` would load it."""
+    """A sentence that says in which dtypes `from_pretrained` would load the export."""
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
-    """The weights whose cast loses values; None where that is not known yet."""
+    """The weights whose casts lose values, or None if the losses are not known yet."""

@@ -48,11 +48,11 @@ class EngineServer:
 
     @property
     def idle_since(self) -> float | None:
-        """The time (`time.monotonic`) since which the engine has had nothing to do; None while it works."""
+        """The time (`time.monotonic`) since which the engine has been idle, or None while it is busy."""
         return self._paused_since if self._paused_since is not None and self._running == "scan" else self._idle_since
 
     def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
-        """Serve one connection until it ends. Returns True where the app has closed it, and False where it was cut."""
+        """Serve one connection until it ends. Returns True if the app has closed it, and False if it was cut."""
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import messages
         from dtype_engine.worker.frames import WireError
@@ -91,12 +91,12 @@ class EngineServer:
         return False
 
     def close(self) -> None:
-        """Stop the worker. Files that it was writing are removed."""
+        """Stop the worker and remove its unfinished files."""
         if self._worker is not None:
             self._worker.close()
 
     def _open(self, request: control.Open, writer: FrameWriter) -> bool:
-        """Find the model and start the worker. Where there is no such model here, send the reason to the app and return False."""
+        """Find the model and start the worker. If the model does not exist here, send the reason to the app and return False."""
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
@@ -162,8 +162,8 @@ class EngineServer:
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
-    """Functions that read and write standard input and output, which from now on carry only messages: a model's code reads an empty
-    standard input, and what it prints goes to standard error.
+    """Return functions that read and write standard input and output, which from now on carry only messages: a model's code reads
+    an empty standard input, and its output goes to standard error.
     """
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -1,7 +1,7 @@
-"""One thread that owns the model. It takes commands and emits events, and its callers never wait.
+"""One thread that owns the model. It accepts commands and emits events, and its callers never wait.
 
-A request becomes a command (`commands`). The queue decides which commands it supersedes and which runs next (`queue`), and the
-thread runs that one (`run_commands`). A command that is superseded stops within one module call.
+A request becomes a command (`commands`). The queue decides which commands the new one supersedes and which runs next (`queue`), and
+the thread runs that one (`run_commands`). A superseded command stops within one module call.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _lower_priority() -> None:
 class Worker(Engine):
     """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
 
-    After opening, the worker casts to the recipe that was set last (at first the empty one) and measures it. Where the model can't
-    be loaded, commands about the stored tensors still work. read_headers: first emit the tree of the checkpoint's headers, which
-    the caller has not seen in full.
+    After opening, the worker casts to the latest recipe (at first the empty one) and measures it. If the model can't be loaded,
+    commands about the stored tensors still work. read_headers: first emit the tree of the checkpoint's headers, which the caller
+    has not seen in full.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Worker(Engine):
         """Cancels the running command."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
-        """Set once, before `_opened` is set."""
+        """The opened model. It is set once, before `_opened` is set."""
         self._opened = threading.Event()
         """Set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
@@ -103,7 +103,7 @@ class Worker(Engine):
             self._emit(events.PathChecked(path, False, error.sentence))
 
     def close(self) -> None:
-        """Stop everything. Waits at most two seconds, because the imports and kernels of a thread can't be interrupted."""
+        """Stop all work. Waits at most two seconds, because the imports and kernels of a thread can't be interrupted."""
         with self._changed:
             self._closing.set()
             self._opened.set()
@@ -116,7 +116,7 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """Make `queue` the current queue, and emit what it has to report. The lock must be held."""
+        """Make `queue` the current queue, and emit its unreported changes. The caller must hold the lock."""
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()
@@ -131,7 +131,7 @@ class Worker(Engine):
             self._emit(events.Stopped(queue.recipe, queue.stopped, queue.dropped))
 
     def _emit_jobs(self) -> None:
-        """Emit what runs and what waits. The lock must be held, so that the last event is the newest state."""
+        """Emit the running and waiting commands. The caller must hold the lock, so that the last event is the newest state."""
         running = self._queue.running
         self._emit(events.Jobs(running.name if running is not None else "", job_names(self._queue.waiting)))
 
@@ -157,7 +157,7 @@ class Worker(Engine):
         runner.close()
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command; None when the worker closes. Returns the queue with that command running, and its cancel token."""
+        """Wait for a command. Returns the queue with that command running, and its cancel token, or None when the worker closes."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()
@@ -174,7 +174,7 @@ class Worker(Engine):
             return queue, token
 
     def _run(self, runner: CommandRunner, queue: Queue, token: CancelToken) -> None:
-        """Run the command that the queue has taken. A failure is emitted as an event, and the session goes on."""
+        """Run the command that the queue has taken. A failure is emitted as an event, and the session continues."""
         command, recipe = queue.running, queue.recipe
         assert command is not None
         outcome: Literal["done", "failed", "interrupted"] = "failed"
@@ -197,14 +197,14 @@ class Worker(Engine):
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
     def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """Emit `Failed` for a measurement, which then has no figures, and `Refused` for any other command."""
+        """Emit `Failed` for a measurement, which then has no metrics, and `Refused` for any other command."""
         if isinstance(command, Measure):
             self._emit(events.Failed(recipe, message, module))
         else:
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """The body of a separate thread: emit the plan of an export, or why there is none."""
+        """Emit the plan of an export, or the reason why there is none. This is the body of a separate thread."""
         from dtype_engine.worker.writer import SaveContext, plan_export
 
         self._opened.wait()

@@ -1,4 +1,4 @@
-"""Runs save requests: exports a checkpoint, writes a recipe file or report, or converts a recipe. Imports torch when needed."""
+"""Runs save requests: exports a checkpoint, writes a recipe file or report, or converts a recipe. Imports torch lazily."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class SaveContext:
-    """What a save works with."""
+    """The model, the settings and the recipe that a save uses."""
 
     model: OpenModel
     settings: RunSettings
     recipe: Recipe
     planned_losses: PlannedLosses = field(default_factory=PlannedLosses)
     on_progress: OnProgress = lambda what, done, total: None
-    """Called with the current step in a few words, the bytes done, and the bytes in all."""
+    """Called with the current step in a few words, the bytes done, and the total bytes."""
     cancelled: IsCancelled = never
 
     @property
@@ -54,14 +54,14 @@ class SaveContext:
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """The plan of the recipe, which must be complete. Raises TooSlow for a pattern that takes too long to match."""
+        """Return the plan of the recipe, which must be complete. Raises TooSlow for a pattern that takes too long to match."""
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan
 
 
 def plan_export(context: SaveContext) -> ExportPlan:
-    """What an export would write. Raises UserError where the recipe can't be exported."""
+    """Return the plan of an export. Raises UserError if the recipe can't be exported."""
     from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
@@ -77,7 +77,7 @@ def plan_export(context: SaveContext) -> ExportPlan:
 
 
 def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    """Write what `request` names. Returns a sentence that says what was written, and notices. Raises UserError, Cancelled."""
+    """Write the file or folder that `request` names. Returns a sentence about it, and notices. Raises UserError, Cancelled."""
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
@@ -88,7 +88,7 @@ def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str
 def compose(
     request: ConvertRequest | RecipeRequest | ReportRequest, context: SaveContext
 ) -> tuple[str, tuple[str, ...]]:
-    """The text of the file that `request` names, and notices. Raises UserError, Cancelled."""
+    """Return the text of the file that `request` names, and notices. Raises UserError, Cancelled."""
     if isinstance(request, ConvertRequest):
         return _converted(request, context)
     if isinstance(request, RecipeRequest):
@@ -97,7 +97,7 @@ def compose(
 
 
 def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """The weights whose cast loses values; None where that was not counted before."""
+    """Return the weights whose casts lose values, or None if the losses were not counted before."""
     session = context.model.session
     if session is not None:
         return session.model.known_losses(context.plan(session.tree).dtypes)
@@ -105,8 +105,8 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """The weights whose cast loses values. Without a live model, the files of tensors that were not counted before are read; None
-    where these have more than `max_bytes`.
+    """Return the weights whose casts lose values. Without a live model, tensors that were not counted before are read from the
+    files. Returns None if these have more than `max_bytes`.
     """
     model = context.model
     if model.session is not None:
@@ -135,7 +135,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """The contents of an export with the scales of activations. If these need the inputs to be run, the session is cast for it."""
+    """Return the contents of an export with activation scales. The session is cast if computing the scales requires a pass."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -223,7 +223,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """A callback for bytes written that calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
+    """Return a callback for written bytes that calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

@@ -1,7 +1,7 @@
 """Converts recipes to the formats of other tools.
 
-The patterns are computed from the plan of a model's tensors, not from the rules. They are exact, anchored and disjoint, so a
-tool's order of precedence does not matter. What a tool can't express is listed.
+The patterns are computed from the plan of a model's tensors, not from the rules. They are exact, anchored and disjoint, so a tool's
+order of precedence does not matter. Tensors that a tool can't express are listed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ TARGET_SUFFIXES = {
     "modelopt": ".json",
     "comfyui": ".json",
 }
-"""Every target and the suffix of the file that its tool reads. A target's module in this package is imported only when used."""
+"""Every target and the extension of the file that its tool reads. A target's module in this package is imported only when used."""
 
 
 def target_named(name: str) -> Target:
-    """The target with this name. Raises UserError for an unknown name."""
+    """Return the target with this name. Raises UserError for an unknown name."""
     if name not in TARGET_SUFFIXES:
         raise UserError(f"unknown target {name!r}: use one of {', '.join(TARGET_SUFFIXES)}")
     target: Target = import_module(f"{__name__}.{name.replace('-', '_').replace('.', '_')}").TARGET

@@ -1,4 +1,4 @@
-"""What all targets share: the plan that they convert, the result, and the list of what the target can't express."""
+"""Code that all targets share: the plan to convert, the converted recipe, and the list of tensors that the target can't express."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Part = Literal["dtype", "scale"]
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A plan, its tree, and what else a target needs to know about the model."""
+    """A plan, its tree, and the other facts about the model that a target needs."""
 
     tree: Tree
     plan: Plan
@@ -24,26 +24,26 @@ class Context:
     model_type: str | None = None
     """The `model_type` in config.json."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """For each module class, the names of its base classes, because many tools use `isinstance`."""
+    """The names of the base classes of each module class, because many tools use `isinstance`."""
     activations: Literal["none", "weights"] = "none"
     """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Whether a module is an instance of one of these classes or, as far as base classes are known, of a subclass."""
+        """Return whether a module is an instance of one of these classes or, as far as base classes are known, of a subclass."""
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
     def module_of(self, tensor: str) -> Module:
-        """The module that directly holds a tensor."""
+        """Return the module that directly holds a tensor."""
         return self.tree.modules[tensor.rpartition(".")[0]]
 
     def all_names(self) -> set[str]:
-        """Every name that a pattern could match: modules, tensors, and aliases of tied weights."""
+        """Return every name that a pattern could match: modules, tensors, and aliases of tied weights."""
         names = {name for tensor in self.tree.tensors.values() for name in tensor.names}
         return names | {name for name in self.tree.modules if name}
 
     def in_scope(self) -> list[TensorInfo]:
-        """The tensors whose dtype a rule can change."""
+        """Return the tensors whose dtype a rule can change."""
         return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
 
 
@@ -53,10 +53,10 @@ class Unsupported:
 
     why: str
     part: Part
-    """"scale" if the target has the planned dtype but computes other scales."""
+    """"scale" if the target supports the planned dtype but computes different scales."""
     planned: str
     instead: str
-    """The dtype that the tensors get in the target instead of the planned one."""
+    """The dtype that the target gives the tensors instead of the planned dtype."""
     tensors: tuple[str, ...]
     """Canonical names of the tensors."""
 
@@ -66,34 +66,34 @@ class Conversion:
     """A recipe converted for another tool."""
 
     text: str
-    """The content of the file for the tool."""
+    """The content of the file that the tool reads."""
     patterns: tuple[tuple[str, str], ...]
     """Each pattern in the tool's syntax with the dtype that its tensors get."""
     base: str | None
-    """The dtype of all tensors that no pattern matches; None if the tool has no such dtype."""
+    """The dtype of all tensors that no pattern matches, or None if the tool has no default dtype."""
     left_out: tuple[Unsupported, ...]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What a pattern matches in a target."""
+    """The tensors that a pattern matches in a target."""
 
     tensors: frozenset[str]
-    """Canonical names of the tensors that it matches."""
+    """Canonical names of the matched tensors."""
     problem: str | None = None
-    """Why the pattern matches nothing, if that is known."""
+    """Why the pattern matches nothing, or None if it matches or the reason is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tool that recipes can be converted for."""
+    """A tool for which recipes can be converted."""
 
     name: str
     matcher: str
     """How the tool matches patterns, in words."""
     precedence: Callable[[Sequence[str]], int] | None
-    """Returns the index of the pattern that wins among several that match; None if the tool has no order of precedence."""
+    """Returns the index of the winning pattern among several that match a tensor; None if the tool has no order of precedence."""
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
     """Returns the canonical names of all tensors that the tool's patterns can affect."""
@@ -107,22 +107,22 @@ def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object
 
 
 def first(patterns: Sequence[str]) -> int:
-    """The `precedence` of a target in which the first matching pattern wins."""
+    """Return the index of the winning pattern for a target in which the first matching pattern wins."""
     return 0
 
 
 def last(patterns: Sequence[str]) -> int:
-    """The `precedence` of a target in which the last matching pattern wins."""
+    """Return the index of the winning pattern for a target in which the last matching pattern wins."""
     return len(patterns) - 1
 
 
 def exact_first(patterns: Sequence[str]) -> int:
-    """The `precedence` of a target in which an exact name wins over regular expressions in any order."""
+    """Return the index of the winning pattern for a target in which an exact name wins over regular expressions."""
     return next((index for index, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
 
 class UnsupportedList:
-    """Collects tensors that a target can't express, and groups those with the same reason."""
+    """Collects tensors that a target can't express, and groups tensors with the same reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -136,17 +136,17 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A plan divided as quantisers need it: the weights to quantise, and one dtype for everything else."""
+    """A plan divided for a quantiser into the weights to quantise and one dtype for everything else."""
 
     low: Mapping[str, str]
     """The storage dtype of each weight to quantise, by canonical name."""
     base: str
     """The dtype of all tensors that are not in `low`."""
     losses: UnsupportedList
-    """The tensors that get another dtype than the planned one."""
+    """The tensors that get a dtype other than the planned one."""
 
     def by_dtype(self) -> dict[str, list[str]]:
-        """The names of the weights to quantise, for each dtype, in the model's order."""
+        """Return the names of the weights to quantise, for each dtype, in the model's order."""
         names_by_dtype: dict[str, list[str]] = {}
         for name, dtype in self.low.items():
             names_by_dtype.setdefault(dtype, []).append(name)
@@ -163,9 +163,9 @@ def split(
 ) -> Split:
     """Find the weights that a tool can quantise as planned, and the tensors that it can't give their planned dtype.
 
-    Such tools quantise the `weight` of modules of certain classes (`kinds`) to some dtypes (`formats`) and load everything else in
-    one dtype. by_transformers: transformers loads the model, and keeps modules in float32 that the model declares. also: returns
-    a further reason why the tool can't quantise a module's weight to one of its dtypes; None if it can.
+    The tool quantises the `weight` of modules of certain classes (`kinds`) to certain dtypes (`formats`) and loads everything else
+    in one dtype. by_transformers: whether transformers loads the model, and so keeps the modules in float32 that the model
+    declares. also: returns a further reason why the tool can't quantise a module's weight to one of its dtypes, or None if it can.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -207,7 +207,7 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Why a tool can't quantise a tensor to a storage dtype; None if it can."""
+    """Explain why a tool can't quantise a tensor to a storage dtype. Returns None if it can."""
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
         return f"{tool} quantises the parameters named 'weight' only"
@@ -228,7 +228,7 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """The compute dtype of most elements in the plan; if the plan has none, the compute dtype of most elements as stored."""
+    """Return the compute dtype that the largest number of elements have in the plan or, if the plan has none, as stored."""
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:
@@ -240,7 +240,7 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """The dtype that `from_pretrained(dtype=...)` gives a tensor: `dtype`, or float32 if the model declares that for its module."""
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires that for its module."""
     kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
     plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
@@ -248,7 +248,7 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """The weights that a quantiser of these module classes could quantise: module name -> canonical tensor name."""
+    """Return the weights that a quantiser of these module classes could quantise: module name -> canonical tensor name."""
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")
@@ -258,17 +258,17 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """A function for `Target.matchable`: the tensors that a quantiser of these module classes can affect."""
+    """Return a function for `Target.matchable` that returns the tensors which a quantiser of these module classes can affect."""
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
 def loading_note(base: str) -> str:
-    """A note that says in which dtype the model must be loaded."""
+    """Return a note that says in which dtype the model must be loaded."""
     return f"load the model in {base}, the planned dtype of everything that is not listed"
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """A note that the tool's file does not quantise activations, if the recipe is for a run that does.
+    """Return a note that the tool's file does not quantise activations, if the recipe is for a run that quantises them.
 
     written: the weight dtypes for which the file does quantise activations.
     """
@@ -282,5 +282,5 @@ def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ())
 
 
 def as_comment(lines: Iterable[str]) -> str:
-    """Lines of text as lines of comments that begin with `#`."""
+    """Return lines of text as comment lines, which begin with `#`."""
     return "".join(f"# {line}\n" for line in lines)

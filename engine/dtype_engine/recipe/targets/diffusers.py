@@ -1,7 +1,7 @@
 """Converts recipes for diffusers' layerwise casting: a storage dtype, a compute dtype, and patterns of modules to skip.
 
-diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted
-name. It casts whole modules of certain classes, including biases and without scales.
+diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted name.
+It casts whole modules of certain classes, biases included, and uses no scales.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = frozenset(
     {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
 )
 STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
-"""The dtypes in which `.to()` can store weights. Integers are not among them, because without scales all weights would be lost."""
+"""The dtypes in which `.to()` can store weights. Integers are excluded, because without scales all values would be lost."""
 
 
 def convert(context: Context) -> Conversion:
@@ -53,7 +53,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """The modules that diffusers can cast, each with the names of the castable tensors in it."""
+    """Return the modules that diffusers can cast, each with the names of its castable tensors."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -66,7 +66,7 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _planned(context: Context, tensor: str) -> str:
-    """The planned dtype of a tensor without its scales; block formats can't be reduced like that and are returned unchanged."""
+    """Return a tensor's planned dtype without scales. A block format needs its scales, so it is returned unchanged."""
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:
         return dtype
@@ -74,7 +74,7 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """The storage and compute dtypes with which the fewest elements get another dtype than planned."""
+    """Return the storage and compute dtypes for which the fewest elements deviate from their planned dtype."""
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
@@ -91,7 +91,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """The modules to cast: those with more elements planned in the storage dtype than in the compute dtype."""
+    """Return the modules to cast: those with more elements planned in the storage dtype than in the compute dtype."""
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -108,7 +108,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """The dtype that each tensor finally has, by canonical name."""
+    """Return the dtype that each tensor has after diffusers' casts, by canonical name."""
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))
@@ -136,7 +136,7 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """The modules to skip. Each is the topmost module in which nothing is cast, so that the patterns are few and readable."""
+    """Return the modules to skip: the topmost modules in which nothing is cast, so that the patterns are few and readable."""
     holding: set[str] = set()
     for leaf in cast:
         holding.update((leaf, *ancestors(leaf)))
@@ -149,7 +149,7 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
-    """Python code that casts the model. If nothing is skipped, it passes `()`, as None would cast the model as a whole."""
+    """Return Python code that casts the model. If no module is skipped, it passes `()`, as None would cast the model as a whole."""
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (
         f"    apply_layerwise_casting(\n        model, storage_dtype=torch.{storage}, compute_dtype=torch.{base}, "

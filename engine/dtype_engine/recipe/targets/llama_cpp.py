@@ -1,7 +1,7 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. It applies these lines only if the requested
-type is a quantised one, here Q8_0; so a line covers every tensor that can be quantised.
+llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. It applies these lines only if the requested type
+is a quantised one, here Q8_0, so there is a line for every tensor that can be quantised.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 DEFAULT = "q8_0"
 BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
-"""Values per scale in `BLOCKED` types. Rows must be a multiple of this."""
+"""Values per scale in the `BLOCKED` types. The length of a row must be a multiple of this number."""
 ODD_ROWS = "f16"
-"""The type that llama.cpp uses instead for rows that are not a multiple."""
+"""The type that llama.cpp uses instead if the length of a row is not a multiple of `BLOCK`."""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
@@ -45,7 +45,7 @@ _KEPT = re.compile(
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
-"""The gguf names of architectures whose `model_type` in config.json is different."""
+"""The gguf names of architectures whose `model_type` in config.json differs from that name."""
 
 
 def convert(context: Context) -> Conversion:
@@ -107,13 +107,13 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Whether llama-quantize can quantise a tensor: a matrix named `weight`, except norms, routers, position embeddings, etc."""
+    """Return whether llama-quantize can quantise a tensor: a matrix named `weight`, unless it is a norm, a router or the like."""
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """The GGUF names of every tensor that rules can change; () if GGUF has no name for it. Raises UserError as `name_map` does."""
+    """Return the GGUF names of each tensor that rules can change; () without a GGUF name. Raises UserError like `name_map`."""
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -122,7 +122,7 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """A function from a module's name in transformers to its GGUF name, both without `.weight`.
+    """Return a function that maps a module's name in transformers to its GGUF name, both without `.weight`.
 
     blocks: how many layers the map must cover. Raises UserError if gguf does not know the architecture.
     """
@@ -141,8 +141,8 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """The GGUF names of a tensor. GGUF packs a layer's experts into one tensor; a gate and up projection that transformers packs
-    has two names.
+    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor. A gate and up projection that transformers
+    packs has two GGUF names.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

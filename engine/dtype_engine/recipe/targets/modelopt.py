@@ -1,9 +1,10 @@
 """Converts recipes for NVIDIA ModelOpt: the `quant_cfg` list for `mtq.quantize`.
 
-ModelOpt adds quantizers below every module that it can quantise (`...q_proj.weight_quantizer`). Entries of the list match their
-names by `fnmatch`, and the last match wins. Our list first disables all quantizers and then enables those of planned weights.
+ModelOpt adds quantizers below every module that it can quantise (`...q_proj.weight_quantizer`). Entries of the list match the
+quantizers' names by `fnmatch`, and the last match wins. Our list first disables all quantizers and then enables those of weights
+that the plan quantises.
 
-Block sizes are given per dimension in `block_sizes` (as in ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`,
+`block_sizes` gives a block size per dimension (as in ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`,
 `INT4_BLOCKWISE_WEIGHT_ONLY_CFG`, `FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, which JSON keys can't be.
 """
 
@@ -64,7 +65,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _config(dtype: str) -> dict[str, Any]:
-    """The attributes of a weight quantizer for a dtype."""
+    """Return the attributes of a weight quantizer for a dtype."""
     row = dtypes.BY_NAME[dtype]
     bits: int | list[int] = row.bits if row.kind == "int" else [row.exponent, row.mantissa]
     blocks = row.blocks
@@ -79,7 +80,7 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """If ModelOpt computes other scales than planned: the dtype with its scales, and the difference in words. Otherwise None."""
+    """If ModelOpt's scales differ from the plan's, return a dtype with its scales and the difference in words, else None."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None

@@ -1,7 +1,7 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
 Names are split at dots. Names that differ in only one part are merged repeatedly into a product of choices, which never matches
-additional names. If a place has all the numbers that occur there, it may match any number.
+additional names. If a part's choices are all numbers that any name has in that part, the part may match any number.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The parts of names that match in one place; None for any number."""
+"""The alternatives for one dot-separated part of a name; None for any number."""
 Product = tuple[Choice, ...]
-"""A choice for each place. It matches every combination of them."""
+"""One choice for each part of a name. It matches every combination of the choices."""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
-    """Products that together match all names in `wanted` and no other name in `universe`."""
+    """Return products that together match all names in `wanted` and no other name in `universe`."""
     names = list(dict.fromkeys(wanted))
     covered: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
     longest = max(map(len, covered), default=0)
@@ -38,7 +38,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge products that differ only in the place `index`, if that place has only numbers, or no numbers."""
+    """Merge products that differ only in the part `index`, if that part has only numbers, or no numbers."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -56,7 +56,7 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """The product with each list of numbers replaced by any number, if it then matches no other name."""
+    """Return the product with each list of numbers replaced by any number, unless it would then match another name."""
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])
@@ -72,7 +72,7 @@ def _covers(product: Product, parts: list[str]) -> bool:
 
 
 def regexes(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """Regular expressions whose full matches in `universe` are exactly the names in `wanted`. The caller adds anchors."""
+    """Return regular expressions whose full matches in `universe` are exactly the names in `wanted`. The caller adds anchors."""
     return [r"\.".join(map(_as_regex, product)) for product in products(wanted, universe)]
 
 
@@ -88,7 +88,7 @@ def _sorted(choice: frozenset[str]) -> list[str]:
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
-    """`fnmatch` patterns that match exactly the names `wanted` in `universe`. A number becomes `*` only if that is still exact."""
+    """Return `fnmatch` patterns that match exactly the names `wanted` in `universe`. Numbers become `*` if this stays exact."""
     names = list(dict.fromkeys(wanted))
     patterns: list[str] = []
     for product in products(names, universe):
@@ -104,7 +104,7 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """The globs for one place: one for each text, because globs have alternatives only for single characters."""
+    """Return the globs for one part of a name, one for each alternative. A glob has alternatives only for single characters."""
     if choice is None:
         return ["*"]
     texts = _sorted(choice)
@@ -114,5 +114,5 @@ def _as_globs(choice: Choice) -> list[str]:
 
 
 def _literal(text: str) -> str:
-    """A text as an `fnmatch` pattern that matches only itself."""
+    """Return an `fnmatch` pattern that matches only this text."""
     return re.sub(r"[*?\[]", lambda special: f"[{special[0]}]", text)

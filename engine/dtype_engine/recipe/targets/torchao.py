@@ -31,7 +31,7 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""Formats of torchao's `IntxWeightOnlyConfig`. It is symmetric; a scale is the group's largest |value| / 7.5 or 127.5, as here."""
+"""The formats of torchao's symmetric `IntxWeightOnlyConfig`, whose scale is the group's largest |value| / 7.5 or 127.5, as ours."""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
@@ -43,7 +43,7 @@ except for blocks whose largest |value| is 1.75 times a power of two.
 BLOCKS = (*SCALING, "nvfp4")
 """The formats in torchao's prototype of block formats. It supports only linear layers, and MX only with quantised activations."""
 MADE_AS = "0.18"
-"""The torchao release whose JSON format is written; a test checks that torchao reads it and writes the same."""
+"""The torchao release whose JSON format is written. A test checks that torchao reads our JSON and writes the same JSON."""
 
 
 def convert(context: Context) -> Conversion:
@@ -82,12 +82,12 @@ def convert(context: Context) -> Conversion:
 
 
 def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
-    """The names that patterns must match: for NVFP4, torchao matches modules and not parameters (pytorch/ao#3252)."""
+    """Return the names that patterns must match. For NVFP4, torchao matches module names, not parameter names (pytorch/ao#3252)."""
     return [name.rpartition(".")[0] if dtype == "nvfp4" else name for name in names]
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Why torchao can't quantise a module's weight to a dtype that it supports for others; None if it can."""
+    """Explain why torchao can't quantise a module's weight to a dtype that it supports for other modules; None if it can."""
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:

@@ -63,7 +63,7 @@ def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) ->
 
 
 def _raw(pattern: str) -> str:
-    """A pattern as a Python string literal: a raw string if possible."""
+    """Return a pattern as a Python string literal, raw if possible."""
     return (
         f'r"{pattern}"' if '"' not in pattern and "\n" not in pattern and pattern[-1] != "\\" else json.dumps(pattern)
     )
