@@ -1,4 +1,4 @@
-"""Checking that the user's tensors fit a model's forward pass, before anything is run."""
+"""Checking that the user's tensors fit a model's forward pass, before the model runs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 
 
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
-    """Check a call against the signature of the forward pass and the configuration of the model.
+    """Check a call against the signature of the forward pass and the model's configuration.
 
-    where: the place of the inputs, with which the error begins. Raises UserError for unknown and missing arguments and for tensors
-    whose dtype or shape the model can't take.
+    where: the origin of the inputs, with which error messages begin. Raises UserError for unknown and missing arguments and for
+    tensors whose dtype or shape the model does not accept.
     """
     _check_names(model, batch, where)
     config = getattr(model.module, "config", None)
@@ -98,7 +98,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
-    """The number of different ids that an argument may hold; None if that is not known."""
+    """Return the number of different ids that an argument may hold, or None if that is unknown."""
     config = model.module.config
     if name == "token_type_ids":
         size = getattr(text_config(config), "type_vocab_size", None)
