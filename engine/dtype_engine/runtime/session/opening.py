@@ -26,18 +26,18 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """How many threads each of `processes` may use if they share `threads` threads (None: torch's default number of threads)."""
+    """Return how many threads each of `processes` processes may use if they share `threads` threads (None: torch's default)."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
 def use_threads(threads: int | None) -> None:
-    """Set how many threads torch computes with; None changes nothing."""
+    """Set the number of threads that torch uses for computations. If None, nothing is changed."""
     if threads:
         torch.set_num_threads(threads)
 
 
 def gpu_count() -> int:
-    """The number of GPUs that CUDA can use."""
+    """Return the number of GPUs that CUDA can use."""
     return torch.cuda.device_count()
 
 

@@ -1,4 +1,6 @@
-"""Imports what every evaluation needs. The fork server of a process pool imports this module once, before it forks processes."""
+"""Imports the modules that every evaluation needs. A process pool's fork server imports this module once, before it forks
+processes.
+"""
 
 from dtype_engine.runtime.session.opening import import_loaders
 

@@ -1,4 +1,4 @@
-"""The session: one open model and all operations on it. It is the synchronous public API, and all that the worker calls."""
+"""The session: one open model and all operations on it. It is the synchronous public API, and the only part used by the worker."""
 
 from __future__ import annotations
 
@@ -92,11 +92,13 @@ class Session:
         self.model = model
         self.options = options
         self.settings = options.settings
-        """How the candidate is run. May be replaced between measurements."""
+        """The settings for running the candidate. They may be replaced between measurements."""
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
-        """The inputs on which the model is run; None if it can't be run."""
+        """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """Why the model can't be run: a sentence with placeholders for hints, which the command line and the app fill in."""
+        """The reason why the model can't be run: a sentence with placeholders for hints, which the command line and the app fill
+        in.
+        """
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
@@ -119,7 +121,7 @@ class Session:
         )
 
     def _repr_html_(self) -> str:
-        """The HTML that a notebook shows for the session."""
+        """Return the HTML that a notebook shows for the session."""
         return session_html(self.model.title, self.tree, self.plan, self._inputs_text())
 
     def _inputs_text(self) -> str:
