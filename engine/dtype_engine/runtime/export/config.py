@@ -14,9 +14,7 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
-    """Return the dtype that `config.json` names: the widest dtype of the export, in which a loader can hold all values without
-    rounding.
-    """
+    """Return the dtype that `config.json` names: the widest one in the export, in which a loader can hold all values unrounded."""
     return dtypes.widest(item.dtype for item in contents.items)
 
 
@@ -60,8 +58,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """Return the `quantization_config` with which other programs read the weights with scales, or None if no weight is in a layout
-    that they read.
+    """Return the `quantization_config` with which other programs read weights with scales, or None if they can't read any.
 
     For the fp8 layout of DeepSeek, it names that layout. For all other formats, it has a compressed-tensors group for each pair of
     a storage dtype and whether inputs are quantised, with the exact names of the group's modules (see `_targets` for experts). All

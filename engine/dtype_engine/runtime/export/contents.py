@@ -82,9 +82,7 @@ class ExportTensor:
     portable: bool
     """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The byte ranges of the weight's data and scales in the source's files if these bytes can be copied unchanged; otherwise
-    empty.
-    """
+    """The byte ranges of data and scales in the source's files if these bytes can be copied unchanged; otherwise empty."""
     values: Callable[[], torch.Tensor]
     """A function that returns the values to be cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
@@ -94,9 +92,7 @@ class ExportTensor:
     form.
     """
     shared: SharedScale | None = None
-    """The scale that this weight shares with fused siblings or with other parts of a packed weight. If None, it has a scale of its
-    own.
-    """
+    """The scale that this weight shares with fused siblings or with other parts of a packed weight, or None if it shares none."""
     quantised_inputs: bool = False
     """Whether the exported configuration declares the inputs of this weight's layer as quantised."""
     input_scale: InputScale | None = None
@@ -106,9 +102,8 @@ class ExportTensor:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors that hold this weight in the file: the codes, the scales, further tensors of the format, and finally the
-        scale of the inputs. Scales are [channels, 1] for a matrix, [1] if the tensor has a single scale, or [down, across] for
-        blocks.
+        """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
+        inputs. Scales are [channels, 1] for a matrix, [1] if the tensor has a single scale, or [down, across] for blocks.
         """
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)

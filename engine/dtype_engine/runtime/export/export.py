@@ -46,10 +46,9 @@ def export(
     folder gets its name only after everything is written.
 
     max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
-    written and the total. force: whether to replace an existing export in this folder, once everything is written; the source is
-    never replaced. lost: the weights whose casts lose values, if known; if None, losses are counted while writing. Raises UserError
-    (too little space, a folder that is not empty, a dtype that can't be stored) and Cancelled; after either, nothing is left on the
-    disk.
+    written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
+    lost: the weights whose casts lose values, if known; if None, losses are counted while writing. Raises UserError (too little
+    space, a folder that is not empty, a dtype that can't be stored) and Cancelled. After an error, nothing is left on the disk.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())

@@ -32,9 +32,9 @@ def with_quantised_inputs(
     as quantised; then the source's scale is kept. ranges: the largest |value| of the inputs of each weight, keyed by weight name.
 
     Fused siblings share the largest range, since they have the same inputs. A layer that no input has reached (an expert to which
-    no token was routed) gets the largest range of the layers whose names differ from its own only in numbers. A part of a packed
-    weight is not a layer of the live model, so the range of its inputs is unknown; in formats that store an input scale, the inputs
-    of such a part are not declared as quantised.
+    no token was routed) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is not a
+    layer of the live model, so the range of its inputs is unknown; formats that store an input scale do not declare such inputs as
+    quantised.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -100,9 +100,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that were quantised in the measurement, but that other programs do not quantise or quantise
-    in another way.
-    """
+    """Return notices about activations whose quantisation in other programs is missing or differs from that in the measurement."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -77,9 +77,7 @@ class Layout:
     """The base model that the configuration of an adapter names."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """Yield the path of each copied file that is missing or different in the export in `folder`, with a description of the
-        problem.
-        """
+        """Yield the path of each copied file that is missing or different in the export in `folder`, and what is wrong with it."""
         for source, path in self.copied:
             try:
                 if not filecmp.cmp(source, folder / path, shallow=False):
@@ -173,9 +171,7 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect the files of a component's folder, without its weights, which the export writes itself, and other forms of these
-        weights.
-        """
+        """Collect a component's files without its weights, which the export writes itself, and other forms of these weights."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

@@ -66,9 +66,7 @@ _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outc
 
 
 Kind = tuple[str, bool]
-"""A format that other programs read, and whether its weights are experts that are packed on loading. All other weights with scales
-are those of linear layers.
-"""
+"""A format that other programs read, and whether its weights are experts that loading packs (True) or linear layers (False)."""
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
@@ -86,9 +84,7 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Return whether transformers reads linear layers in all of these formats correctly, although it dequantizes all linear layers
-    with the scheme of one of them.
-    """
+    """Return whether transformers reads all of these formats correctly, although it dequantizes all linear layers by one scheme."""
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True
     return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1

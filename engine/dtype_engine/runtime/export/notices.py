@@ -61,9 +61,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice of the first group of fused siblings that have several formats. Runtimes that fuse these weights refuse the
-    export.
-    """
+    """Return a notice of the first group of fused siblings in several formats, which runtimes that fuse these weights refuse."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

@@ -20,9 +20,7 @@ _MOST_READ = 1 << 16
 
 
 def missing_mark(folder: Path) -> str | None:
-    """Explain why a folder is not an export of this program, in words that complete a sentence. Returns None if the folder is an
-    export.
-    """
+    """Explain why a folder is not an export of this program, in words that complete a sentence. Returns None for an export."""
     for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
         text = _text(folder / name)
         if text is None:

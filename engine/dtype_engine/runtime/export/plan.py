@@ -105,8 +105,7 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan every tensor of the checkpoint in the dtype of the corresponding live tensor. A tensor without one stays as it is
-    stored.
+    """Plan every tensor of the checkpoint in the dtype of the matching live tensor. A tensor without one stays as it is stored.
 
     Raises UserError.
     """
@@ -208,9 +207,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Return whether other programs have a layout for a linear layer's weight in this dtype. In a dtype with blocks, the row length
-    must be a multiple of the block length.
-    """
+    """Return whether other programs have a layout for a linear layer's weight in this dtype. Blocks must divide its rows evenly."""
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -235,9 +232,7 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns data and scales of a live weight in this dtype, or None if the stored values have to be
-    quantized.
-    """
+    """Return a function that returns data and scales of a live weight in this dtype, or None to quantize the stored values."""
     if dtype in dtypes.BLOCK_FORMATS:
         return None
     data, scale = weight.tensor.data, weight.scale

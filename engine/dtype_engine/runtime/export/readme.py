@@ -83,9 +83,7 @@ def _lost(lost: Sequence[ValueLoss]) -> list[str]:
 
 
 def loading_text(contents: Contents) -> str:
-    """Return a few sentences about the results of loading an export with `load_pretrained` and with transformers 5's
-    `from_pretrained`.
-    """
+    """Return a few sentences on the results of `load_pretrained` and of transformers 5's `from_pretrained` for an export."""
     if contents.layout.kind != "model":
         return short(contents)
     if contents.config is None:
@@ -185,9 +183,7 @@ def _theirs(contents: Contents) -> list[str]:
 
 
 def _scaled_weights(contents: Contents) -> list[str]:
-    """Return a paragraph and a table of the values that transformers loads for weights with scales in compressed-tensors layouts,
-    which depend on the arguments of `from_pretrained`.
-    """
+    """Return a paragraph and a table of the values that transformers loads for weights with scales in compressed-tensors form."""
     wide = export_dtype(contents)
     table = [
         "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",

@@ -26,9 +26,7 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a format that no checkpoint layout supports, and for two layouts that one configuration can't name
-    together.
-    """
+    """Raise UserError for a format without a checkpoint layout, and for two layouts that one configuration can't name together."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None

@@ -37,8 +37,7 @@ def with_packed_scales(
 ) -> list[ExportTensor]:
     """Mark the items that loading packs into one weight, and give those that share a scale the scale of the packed weight.
 
-    Raises UserError for a part whose codes and scales would differ from the codes and scales of the same values in the packed
-    weight.
+    Raises UserError for a part whose codes and scales would differ from those of the same values in the packed weight.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]

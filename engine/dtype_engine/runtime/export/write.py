@@ -39,8 +39,7 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""Maximum time in seconds that the main thread waits without a break. A signal that arrives just before a wait is handled after it.
-"""
+"""Maximum time in seconds that the main thread waits at once. A signal that arrives just before a wait is handled after it."""
 
 
 class Progress:
@@ -107,8 +106,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these items. Several threads write different items at the same time.
 
-    lost: a list to which the weights whose casts lose values are added, in no particular order; if None, losses are not counted.
-    Raises Cancelled, UserError and OSError.
+    lost: a list to which weights whose casts lose values are added, in any order; None to count no losses. Raises Cancelled,
+    UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -182,9 +181,7 @@ def _write_values(
 def _write_tensor(
     values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None = None
 ) -> None:
-    """Write values cast to `dtype`, a block at a time. A cast treats each element separately, so the block size does not change the
-    result.
-    """
+    """Write values cast to `dtype`, a block at a time. Since casts are elementwise, the block size does not change the result."""
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
         return
@@ -235,9 +232,7 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Write a tensor in a block format: packed codes as soon as each chunk is quantized, then scales and the format's other
-    tensors.
-    """
+    """Write a tensor in a block format: packed codes, each chunk as it is quantized, then scales and the format's other tensors."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing
@@ -273,9 +268,7 @@ def _copy(source: ByteRange, out: _Target, at: int) -> None:
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a whole file to a new one. Raises UserError if the source can't be read, OSError if the copy can't be written, and
-    Cancelled.
-    """
+    """Copy a whole file to a new one. Raises UserError if it can't be read, OSError if the copy can't be written, and Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Target(out.fileno(), progress), 0)

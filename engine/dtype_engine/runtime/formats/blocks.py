@@ -25,9 +25,7 @@ class Chunk:
     values: torch.Tensor
     """The values before quantization: float32 [rows, width], in memory that the next chunk overwrites."""
     units: torch.Tensor
-    """The codes minus their zero point, not multiplied by the scale: float32 [rows, width], in memory that the next chunk
-    overwrites.
-    """
+    """The codes minus their zero point, not multiplied by the scale: float32 [rows, width]. The next chunk overwrites them."""
     scales: Scales
 
     def codes(self, element: DType) -> torch.Tensor:
@@ -116,10 +114,8 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each block: float32 [down, across].
-
-        The magnitudes are compared as integers: the bits of non-negative floats have the same order as their values, and torch
-        reduces small groups of integers several times as fast as small groups of floats.
+        """Return the largest magnitude of each block: float32 [down, across]. It compares bits as integers, which have the same
+        order as non-negative floats, because torch reduces small groups of integers several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -140,17 +136,13 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace NaN, which has no code, by 0. One pass over the values finds by their sum whether any is NaN; replacing takes two
-    passes.
-    """
+    """Replace NaN, which has no code, by 0. One pass over the values finds by their sum whether any is NaN; replacing takes two."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 
 
 def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
-    """Repeat the scale of each block for all its elements: [rows, width]. The last row of blocks may have fewer rows than the
-    others.
-    """
+    """Repeat the scale of each block for all its elements: [rows, width]. The last row of blocks may have fewer rows."""
     return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 

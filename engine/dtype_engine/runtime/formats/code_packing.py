@@ -12,9 +12,7 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""The factor by which a rounding step is multiplied before it is added to a float32. The sum has no bits below the step, so the
-addition rounds to a multiple of the step, half to even.
-"""
+"""A rounding step times this factor is so large that a float32 added to it loses all bits below the step, rounded half to even."""
 
 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -30,8 +28,7 @@ def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, ou
 def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
     """Pack codes [rows, width], float8_e4m3fn or int8, in the form that a file stores: uint8 or int32 [rows, packed].
 
-    The first code goes to the lowest bits, and zeros fill the last byte or word. With the packing "none", the codes are returned
-    unchanged.
+    The first code goes to the lowest bits, and zeros fill the last byte or word. With "none", the codes are returned unchanged.
     """
     if packing == "none":
         return codes
@@ -69,9 +66,7 @@ def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes [rows, width] of `bits` bits each into int32 [rows, words]. An offset is added that maps the smallest code to
-    0.
-    """
+    """Pack int8 codes [rows, width] of `bits` bits each into int32 [rows, words]. An added offset maps the smallest code to 0."""
     per_word = 32 // bits
     rows, width = codes.shape
     unsigned = codes.new_zeros((rows, -(-width // per_word) * per_word), dtype=torch.int32)

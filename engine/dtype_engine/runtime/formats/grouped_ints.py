@@ -1,10 +1,9 @@
-"""Group-quantized integers, int4 and int8, with groups along a row: the float32 arithmetic of compressed-tensors, with scales in
-bfloat16.
+"""Group-quantized integers, int4 and int8, with groups along a row: the arithmetic of compressed-tensors, with bfloat16 scales.
 
 Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale = (max - min) /
-15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Since models are stored and loaded in
-bfloat16, no loader rounds these scales. A scale that would be zero is set to bfloat16's epsilon. A code whose product with the
-scale would be infinite in float32 is not used: see `code_limit`.
+15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Arithmetic is in float32. Since models are
+stored and loaded in bfloat16, no loader rounds these scales. A scale that would be zero is set to bfloat16's epsilon. A code whose
+product with the scale would be infinite in float32 is not used: see `code_limit`.
 """
 
 from __future__ import annotations
@@ -23,9 +22,7 @@ def code_range(element: DType) -> tuple[int, int]:
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """Return for each group the largest |code - zero point| whose product with the scale is finite in float32, or None if the
-    products of all codes are finite.
-    """
+    """Return each group's largest |code - zero point| whose product with the scale is finite in float32. None means no limit."""
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
     limit = torch.floor(FLOAT32_MAX / scales.effective)

@@ -50,9 +50,7 @@ def _exponent(element: DType) -> int:
 
 
 def _carry(element: DType, rule: ScaleRule) -> int:
-    """Return the integer that is added to the bits of a block's largest |value|: it carries into the exponent exactly if the rule
-    increases the exponent by one.
-    """
+    """Return an integer to add to the bits of a block's largest |value|. It carries into the exponent if the rule adds one."""
     if rule == "floor":
         return 0
     if rule == "rceil":

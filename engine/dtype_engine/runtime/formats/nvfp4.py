@@ -30,9 +30,7 @@ def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32). They are relative to the tensor's scale and stored as
-    float8_e4m3fn.
-    """
+    """Return the scales of blocks whose largest |value| is `amax` (float32), relative to the tensor's scale, as float8_e4m3fn."""
     wide = (amax / _ELEMENT * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

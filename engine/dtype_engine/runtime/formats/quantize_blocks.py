@@ -79,9 +79,8 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
-    """Quantize and dequantize a weight; returns the values in the weight's own dtype.
-
-    element: a row of `core.dtypes`, or a modified copy of one.
+    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: a row of `core.dtypes`, or a
+    changed copy of one.
     """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
@@ -125,8 +124,7 @@ def scale_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors that a file stores for a weight in addition to its codes, in the order of `core.block_formats.parts`.
 
-    scales: the scales of all chunks, in the order of their rows. of_tensor: the scale of the whole tensor, or None if the format
-    has no such scale.
+    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

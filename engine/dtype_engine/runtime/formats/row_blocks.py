@@ -84,9 +84,7 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """Return the largest finite |value| of a tensor in float32, or 0 if the tensor is empty. Only one piece per thread is read at a
-    time.
-    """
+    """Return the largest finite |value| of a tensor in float32, or 0 if the tensor is empty. It is read a piece at a time."""
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
@@ -98,13 +96,12 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Call `work` in n threads, each with every n-th of `count` pieces; returns the results. n is at most torch's current thread
-    count.
+    """Call `work` in n threads, each with every n-th of `count` pieces; returns the results. n is at most torch's thread count.
 
     Each thread has one intra-op thread, so that a piece stays in one core's cache. The division into pieces, and with it every sum,
     is deterministic. The calling thread is one of the n threads. The others are kept for the next call, since newly started threads
-    share a core for some milliseconds, which is longer than many calls take. On an accelerator, which works on a piece in parallel,
-    the calling thread does all of the work.
+    share a core for some milliseconds, longer than many calls take. On an accelerator, which works on a piece in parallel, the
+    calling thread does all of the work.
 
     Raises what `work` raises, after all threads have finished.
     """
@@ -124,9 +121,7 @@ def parallel_map(work: Callable[[range], T], count: int, device: torch.device = 
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads. Each keeps the number of intra-op threads that torch has when the thread gets its first
-    work.
-    """
+    """Return a pool of `count` threads. A thread keeps the number of intra-op threads that torch has when its first work begins."""
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
 

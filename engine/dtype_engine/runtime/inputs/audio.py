@@ -158,9 +158,7 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the shape of a spectrogram according to the configuration, or None if the configuration does not specify it or the
-    model uses samples.
-    """
+    """Return the shape of a spectrogram according to the configuration, or None if it has none or the model uses samples."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

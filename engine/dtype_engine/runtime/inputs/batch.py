@@ -34,9 +34,7 @@ class Batch:
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with a name: the argument's name or, for a positional argument, its index. Nested tensors have dotted
-        names.
-        """
+        """Yield every tensor with its name: the argument's name or position, followed by a dotted path for a nested tensor."""
         for index, value in enumerate(self.args):
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():

@@ -45,9 +45,7 @@ class Picture:
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call for each picture, for a model that accepts only pictures, with tokens for its decoder if it has one. Raises
-    UserError.
-    """
+    """Return one call for each picture, for a model that accepts pictures alone or with decoder tokens. Raises UserError."""
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)
@@ -210,9 +208,7 @@ def _about(image: Image, name: str) -> str:
 
 def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the decoder's arguments for a model that encodes pictures or audio, and phrases that state how they were created. Both
-    are empty for a model without a decoder.
-
-    tokens: the token ids [positions]; if None, the decoder's start token and random tokens are used.
+    are empty without a decoder. tokens: the token ids [positions]; if None, the decoder's start token and random tokens are used.
     """
     config = model.module.config
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in parameters(model.module):

@@ -45,9 +45,7 @@ def feature_extractor_of(model: LiveModel) -> Any:
 
 
 def processor_of(model: LiveModel) -> Any:
-    """Return the combined processor for text and pictures in the model's folder, or None if the folder has none or it can't be
-    loaded.
-    """
+    """Return the processor for text and pictures in the model's folder, or None if the folder has none or it can't be loaded."""
     from transformers import AutoProcessor
 
     processor = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)

@@ -152,9 +152,7 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the auto class under which `auto_map` has the class that `architectures` names. If there is none, return the auto
-    class for the model with its head.
-    """
+    """Return the auto class under which `auto_map` has the class in `architectures`, or else that for the model with its head."""
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
     by_name = [key for key in models if str(keys[key]).rpartition(".")[2] in named]
@@ -221,8 +219,7 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
-    """Return the configuration as an instance of the model class's configuration class. For a part of a composite model, that is
-    the part's configuration.
+    """Return the configuration in the class that the model class uses: for a part of a composite model, the part's configuration.
 
     Raises NoForward.
     """

@@ -17,10 +17,10 @@ from torch import nn
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
     """Return the name patterns of tensors that a module's class declares to keep in float32, as (regular expression, attribute).
-    Each is searched for in the names of the tensors below the module.
+    They are searched for in the names of the tensors below the module.
 
     In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module with
-    this word in its dotted name. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. Without these attributes: no
+    this word in its dotted name. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. Without these names: no
     patterns.
     """
     declared = [
@@ -76,13 +76,12 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return the place in the live model of each tensor of the files that transformers renames or packs on loading, keyed by the
-    name in the files.
+    """Return the live place of each tensor of the files that transformers renames or packs on loading, keyed by its name there.
 
-    Each value has three items: the name in `live`, whether the tensor is only a part of that weight, and the place of the part.
-    This place is the index of its matrix along the first dimension (None if the weight is one matrix) and its position among the
-    parts that are stacked in the rows of that matrix. It is None if parts are combined in any other way. Without the functions of
-    transformers: no entries.
+    Each value has three items: the name in `live`, whether the tensor is only a part of that weight, and the place of the part: the
+    index of its matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are
+    stacked in the rows of that matrix. The place is None if parts are combined in any other way. Without transformers' functions:
+    no entries.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -125,9 +124,7 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return all converters, and for each tensor its name after loading and the pattern of its converter, or None without a
-    converter.
-    """
+    """Return each tensor's name after loading with the pattern of its converter (None without a converter), and all converters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -176,17 +173,13 @@ def _places(
 
 
 def implementation(config: Any, of: str) -> str | None:
-    """Return the kernel that a configuration names for attention (`of` is "attn") or for experts ("experts"), or None if it names
-    none.
-    """
+    """Return the kernel that a configuration names for attention (`of="attn"`) or for experts (`of="experts"`), or None."""
     named: str | None = getattr(config, f"_{of}_implementation_internal", None)
     return named
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Set the kernel for attention (`of` is "attn") or for experts ("experts") in a configuration, but not in its nested
-    configurations.
-    """
+    """Set the kernel for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not in its nested ones."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 

@@ -51,9 +51,7 @@ class Weight:
     stashed: torch.Tensor | None = None
     """The cast data, during a reference pass for which the module holds the original data; otherwise None."""
     stored_scale: torch.Tensor | None = None
-    """The scales that the checkpoint stores with this weight, or None for a computed dtype. A weight with stored scales is never
-    cast.
-    """
+    """The scales stored with this weight, or None for a computed dtype. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()
     """The weights that currently share one tensor scale (NVFP4's fused siblings), including this one."""
     _amax: float | None = None
@@ -252,9 +250,7 @@ class LiveModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The number of bytes of all current tensors of the module, with tied weights counted once and non-persistent buffers
-        included.
-        """
+        """The number of bytes of all current tensors of the module, with tied weights once and with non-persistent buffers."""
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
@@ -281,8 +277,7 @@ class LiveModel:
     ) -> tuple[ValueLoss, ...]:
         """Return the losses of all weights whose casts lose more than rounding. Each loss is counted only once.
 
-        planned: the dtypes of a plan, for which only the stored values are read; if None, the current casts are counted. Raises
-        Cancelled.
+        planned: the dtypes of a plan, which needs only the stored values; if None, the current casts are counted. Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)

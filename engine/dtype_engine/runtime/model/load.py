@@ -280,8 +280,7 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """Return a variant of the class that loads every tensor in its stored dtype, if the installed transformers asks its classes for
-    dtypes.
+    """Return a variant of the class that loads every tensor in its stored dtype, if this transformers asks its classes for dtypes.
 
     Otherwise, transformers converts tensors of other dtypes, and these tensors have to be read from the file again afterwards.
     placements: filled during loading with the place of each tensor of the files.
@@ -304,11 +303,10 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put weights that an export stored with scales into the module, if loading could not do so: either their codes are packed, or
-    the live weight is packed from several parts.
+    """Put weights that an export stored with scales into the module, if loading could not: their codes are packed, or the live
+    weight is packed from several parts.
 
-    Returns the dtype and scales of all weights that are stored with scales, keyed by live name, and the live names of the weights
-    that this function has put into the module.
+    Returns the dtype and scales of all weights stored with scales, keyed by live name, and the live names of the weights put here.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -338,8 +336,7 @@ def _restore_quantized(
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
     """Restore the stored data, mapped from the file, in every tensor whose dtype changed on loading.
 
-    A tensor that is packed from several stored ones is cast back to their dtype. This cast is exact, since loading only widened the
-    values.
+    A tensor packed from several stored ones is cast back to their dtype. This is exact, since loading only widened the values.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

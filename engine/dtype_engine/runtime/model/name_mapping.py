@@ -53,8 +53,7 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the weights whose stored dtype loading has to keep: those that can be cast, and those that an export stored with
-    scales.
+    """Return the weights whose stored dtype loading has to keep: those that can be cast, and those exported with scales.
 
     Integers and weights that other programs quantised are left to transformers.
     """

@@ -20,9 +20,7 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 Shape = tuple[int, ...]
 Rows = list[list[str]]
-"""The names of a packed weight's parts: for each matrix of the weight, the parts that are stacked in its rows, from the first row
-on.
-"""
+"""The names of a packed weight's parts: for each matrix of the weight, the parts that are stacked in its rows, top to bottom."""
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
@@ -52,9 +50,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Explain why the packed weight has scales in a storage dtype that cover one part and a fraction of another. Returns None if it
-    has no such scales.
-    """
+    """Explain why a storage dtype has scales that cover parts of the packed weight only partially. Returns None if it has none."""
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -72,9 +68,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return the groups of parts that share one scale of the packed weight: one group of all parts, one group for each matrix, or
-    none.
-    """
+    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one for each matrix, or none."""
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]

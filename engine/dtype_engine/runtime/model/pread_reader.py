@@ -1,7 +1,6 @@
 """Reading the values of a tensor from a file a piece at a time, without mapping the file.
 
-If another program truncates a mapped file, a signal (SIGBUS) ends this process. By contrast, a failed read is an error with a
-message.
+If another program truncates a mapped file, a signal (SIGBUS) ends this process. A failed read is only an error with a message.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from dtype_engine.core.regular_files import reading
 
 
 class FileValues:
-    """The values of one tensor in a file, which can be read flat or as rows. It is a context manager that opens and closes the
-    file.
-    """
+    """The values of one tensor in a file, readable flat or as rows. This context manager opens and closes the file."""
 
     device = torch.device("cpu")
 

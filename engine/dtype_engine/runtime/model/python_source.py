@@ -128,9 +128,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Return whether a value in a Python file may build a model: a module, a module class, or a function without required
-    arguments.
-    """
+    """Return whether a value in a Python file may build a model: a module, a module class, or a function without arguments."""
     if isinstance(value, nn.Module):
         return True
     if getattr(value, "__module__", None) != module or getattr(value, "__name__", "_").startswith("_"):

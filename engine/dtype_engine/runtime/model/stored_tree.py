@@ -99,9 +99,7 @@ def unused(
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
-    """Return the module's tensors. Tied weights are separated if the files hold different values for their names, as transformers
-    does.
-    """
+    """Return the module's tensors. As in transformers, weights are not tied if the files hold different values for their names."""
     untied = []
     for info in infos:
         if not info.aliases:

@@ -103,7 +103,5 @@ def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary in which a module keeps its parameter or buffer `name`. Writing to it skips torch's check of the tensor
-    class.
-    """
+    """Return the dictionary in which a module keeps its parameter or buffer `name`. Writing to it skips torch's class check."""
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

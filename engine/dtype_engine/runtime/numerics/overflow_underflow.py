@@ -95,8 +95,7 @@ def count_losses(
 ) -> ValueLoss | None:
     """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values (see `ValueLoss.is_listed`).
 
-    cast: the result of the cast, or the codes for a dtype with scales; if None, this function casts a piece at a time. Raises
-    Cancelled.
+    cast: the result of the cast, or the codes for a dtype with scales; if None, this function does the cast. Raises Cancelled.
     """
     counter = LossCounter(name, original, dtype)
 
@@ -176,9 +175,7 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite in float32. The result is also False if only their sum is not finite; then the caller
-    checks each value.
-    """
+    """Return whether all values are finite in float32. May return False if only their sum is not; the caller then checks each."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
@@ -206,17 +203,14 @@ def count_zeros(values: torch.Tensor) -> int:
 
 def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
     """Return the bits of a flat CPU tensor as numpy integers, which numpy compares and counts several times as fast as torch does
-    floats. For floats, the sign bit is cleared, so that the integers have the order of the absolute values, with NaN above
-    infinity.
+    floats. For floats, the sign bit is cleared: the integers have the order of the absolute values, with NaN above infinity.
     """
     bits: npt.NDArray[Any] = values.view(_BITS[values.element_size()]).numpy()
     return bits & np.iinfo(bits.dtype).max if values.is_floating_point() else bits
 
 
 def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Return how many output channels have nonzero values before a cast to a computed dtype and only zeros after it. Raises
-    Cancelled.
-    """
+    """Return how many output channels have nonzero values that all become zero in a cast to a computed dtype. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

@@ -102,9 +102,7 @@ float64, the cast values (codes for a dtype with scales), and the error of each 
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Call `on_piece` for each piece of a tensor in a dtype without blocks. Pieces are whole rows if each row has its own scale,
-    and otherwise flat.
-    """
+    """Call `on_piece` for each piece of a tensor in a dtype without blocks: whole rows if each row has a scale, otherwise flat."""
     quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
     rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
     pieces, top = row_slices(rows), dtypes.BY_NAME[dtype].max

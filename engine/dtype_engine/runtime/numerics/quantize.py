@@ -53,13 +53,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def cast_or_quantize(
     tensor: torch.Tensor, dtype: str, amax: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cast `tensor` to `dtype`; returns the data and the scales. The scales are None unless `dtype` is a storage dtype, whose data
-    are codes.
+    """Cast `tensor` to `dtype`; returns the values and None, or for a storage dtype the codes and scales.
 
     Scales are float32 of shape [tensor.shape[0]] for two or more dimensions, [1] otherwise and for `@tensor`, and [down, across]
     for a block format. The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged
     if the dtype has codes for them. amax: the largest |value| of all tensors that share a tensor scale with this one; if None, this
-    tensor has a tensor scale of its own.
+    tensor shares none.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
@@ -76,8 +75,7 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return the values of `tensor` after a cast to `dtype`, always as a copy. For a storage dtype, the values are dequantized to
-    `compute`.
+    """Return a copy of the values of `tensor` after a cast: in `dtype`, or for a storage dtype dequantized to `compute`.
 
     amax: as in `cast_or_quantize`.
     """

@@ -28,9 +28,8 @@ def weights_to_measure(
 ) -> list[tuple[str, str]]:
     """Return the (weight, dtype) pairs to measure by separate passes in a sequence.
 
-    read: the weights whose output dtype was read, in the order of the pass. If there are enough sequences, they measure the pairs
-    in turn, at most one pair per sequence. One sequence in each round measures none, so the average cost is below one pass per
-    sequence.
+    read: the weights whose output dtype was read, in the order of the pass. If there are enough sequences, each measures at most
+    one pair in turn. One sequence in each round measures none, so the average cost is below one pass per sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]

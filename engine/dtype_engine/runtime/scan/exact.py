@@ -29,9 +29,7 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return dtypes in which no weight drifts: float32, or the stored dtype for a weight that is never cast or whose stored dtype
-    loses nothing.
-    """
+    """Return dtypes in which nothing drifts: float32, or the stored dtype of weights that can't be cast or lose nothing in it."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
@@ -106,9 +104,7 @@ class ExactScan:
 
     @property
     def private_bytes(self) -> int:
-        """Number of bytes that a process needs in addition to the mapped files: all weights whose reference dtype is not the stored
-        one.
-        """
+        """Number of bytes that a process needs in addition to the mapped files: all weights that the reference casts."""
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 

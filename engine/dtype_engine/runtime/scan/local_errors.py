@@ -57,8 +57,7 @@ class LocalErrors:
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the local errors Δ [D, E] of each output for `weight` in each of the dtypes `names`, as tensors in the reference's
-        dtype.
+        """Return the local errors Δ [D, E] of each output for `weight` in each of the dtypes `names`, in the reference's dtype.
 
         Raises KernelError if the operation has no kernel for a dtype.
         """
@@ -76,8 +75,8 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """Return a weight's values after a cast: in the dtype itself for a compute dtype, or dequantized to the reference's dtype
-        for a storage dtype.
+        """Return a weight's values after a cast: in the compute dtype, or dequantized from a storage dtype to that of the
+        reference.
 
         A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """
@@ -120,9 +119,7 @@ class _Again:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Replace the argument with id `key`, a function of a weight, by the same function of `value`. Returns the id of the new
-        argument.
-        """
+        """Replace the argument with id `key`, a function of a weight, by that function of `value`. Returns the new id."""
         made = self.new[key] = source.remake(value)
         if source.itself or made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
             self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, made, dtype)
@@ -156,9 +153,7 @@ class _Again:
 
 
 def summed_in_float32(func: Any) -> Any:
-    """Return a variant of a matrix product or convolution that computes 16-bit arguments in float32 and rounds the result to 16
-    bits.
-    """
+    """Return a variant of a product or convolution that computes 16-bit arguments in float32 and rounds the result to 16 bits."""
 
     def product(*args: Any, **kwargs: Any) -> Any:
         floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]

@@ -54,9 +54,7 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Return the duration of plain passes in seconds: for an estimated scan, the sum over its sequences; for an exact scan, one
-    pass.
-    """
+    """Return the seconds of plain passes: for an estimated scan, the sum over its sequences; for an exact scan, a single pass."""
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds
     return one.forward_seconds or other.forward_seconds

@@ -67,15 +67,11 @@ class TopKSample:
     squares: dict[Key, float] = field(default_factory=dict)
     """A sample of the sum of the squared changes of the margins, keyed by weight and dtype."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """The mean that `squares` would have if the errors of an operation's output elements were independent, keyed by weight and
-    dtype.
-    """
+    """The mean of `squares` if errors of an operation's output elements were independent, keyed by weight and dtype."""
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Choose the calls to sample in a sequence. Different sequences sample different calls, so that enough sequences cover all
-    calls.
-    """
+    """Choose the calls to sample in a sequence. Each sequence samples different calls, so that enough sequences cover all calls."""
     count = len(calls)
     if not count:
         return []
@@ -142,9 +138,7 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
 
 
 def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
-    """Return the expected drift from rerouted tokens and its variance, both summed over the sequences of the samples, keyed by
-    weight and dtype.
-    """
+    """Return (expected drift from rerouted tokens, its variance), summed over the samples' sequences, keyed by weight and dtype."""
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}

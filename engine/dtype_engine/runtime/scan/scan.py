@@ -51,24 +51,19 @@ from dtype_engine.search.sensitivity import is_lossless
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""A plain forward pass is timed for one in this many sequences. For the other sequences, its duration is estimated from the output
-size.
-"""
+"""A plain forward pass is timed for one in this many sequences; for the others, its duration is estimated from the output size."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Return the number of backward passes per sequence with which all sequences together have `SAMPLES` passes. This gives a
-    standard error of about 15 % for six dtypes.
-    """
+    """Return the backward passes per sequence that give `SAMPLES` over all sequences: an error of about 15 % for six dtypes."""
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
 def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes in which a weight is scored: `targets`, and the stored dtype, which also drifts from the float32 reference.
-    """
+    """Return the dtypes in which a weight is scored: `targets`, and its stored dtype, which may drift from float32, too."""
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 
@@ -109,9 +104,7 @@ class Scan:
     shard: Shard = WHOLE
     """The share of the sequences that this process scans."""
     on_unsaved: Callable[[str], None] | None = None
-    """A function that is called with the reason if the file can't be written; the scan then continues unsaved. If None, UserError
-    is raised.
-    """
+    """Called with the reason if the file can't be written; the scan then continues unsaved. If None, UserError is raised."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -207,9 +200,7 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Scan one sequence. Sequences may be scanned in any order. `on_measured(done, total)` counts operations. Raises NoForward,
-        KernelError and Cancelled.
-        """
+        """Scan one sequence, in any order. `on_measured(done, total)` counts operations. Raises the same errors as `run`."""
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
             started = time.perf_counter()

@@ -48,9 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return every score and its standard error. `free(weight, dtype)` returns whether the cast loses nothing, so that its score is
-    0.
-    """
+    """Return every score and its standard error. `free(weight, dtype)` returns whether a cast loses nothing, so the score is 0."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {

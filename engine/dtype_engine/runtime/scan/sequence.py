@@ -134,9 +134,7 @@ class SequenceScan:
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with an autograd graph. If later operations overwrite recorded tensors, rerun it and copy these
-        tensors.
-        """
+        """Run the reference with an autograd graph. If later operations overwrite recorded tensors, run it again and copy them."""
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
@@ -151,9 +149,7 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes. The passes from the margins come first, so that they are measured together with the first
-        probes.
-        """
+        """Run all backward passes. Those from the margins come first, to be measured together with the first probes."""
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
@@ -225,9 +221,7 @@ class _Gradients:
     columns: torch.Tensor
     """The number of the backward pass for each gradient, [N]."""
     squares: torch.Tensor
-    """Squared gradients [1 + calls, E]: the first row is the sum over all probes, and each further row belongs to a sampled `topk`
-    call.
-    """
+    """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
     apart: torch.Tensor
     """The column of `SequenceScan._independent` for each row of `squares`."""
 

@@ -68,9 +68,7 @@ class WeightOp:
 
     @property
     def overwritten(self) -> bool:
-        """Whether a later operation wrote to the arguments or outputs, so that this operation can't be repeated with the same
-        values.
-        """
+        """Whether a later operation wrote to the arguments or outputs, so that a repetition would have other values."""
         return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:

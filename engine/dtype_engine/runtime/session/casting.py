@@ -36,9 +36,7 @@ class Casting:
         self.use(recipe, on_progress, cancelled)
 
     def add(self, rule: Rule) -> None:
-        """Extend the current recipe by one rule, as a step that `undo` can revert. Raises as `use` does, and UserError if the rule
-        matches nothing.
-        """
+        """Push the current recipe extended by one rule. Raises as `use` does, and UserError if the rule matches nothing."""
         recipe = self.plan.recipe.then(rule)
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()

@@ -98,9 +98,7 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int:
-    """Return the number of bytes of resident pages mapped from these files. In smaps (see proc(5)), each mapping begins with a line
-    that has the file's path.
-    """
+    """Return the number of resident bytes mapped from these files. In smaps (proc(5)), each mapping begins with its file's path."""
     wanted = [re.escape(str(path.resolve()).encode()) for path in files]
     if not wanted:
         return 0

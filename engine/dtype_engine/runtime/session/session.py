@@ -96,9 +96,7 @@ class Session:
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """The reason why the model can't be run: a sentence with placeholders for hints, which the command line and the app fill
-        in.
-        """
+        """The reason why the model can't be run: a sentence with placeholders for hints of the command line or the app."""
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)

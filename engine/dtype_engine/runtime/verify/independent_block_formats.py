@@ -22,8 +22,7 @@ def quantize_blocks_independently(
 ) -> tuple[torch.Tensor, ...]:
     """Return the tensors that a file must hold for a weight in a block format, in the order of `core.block_formats.parts`.
 
-    shared: the largest finite |value| of all weights that share the tensor scale; if None, the weight has a tensor scale of its
-    own.
+    shared: the largest finite |value| of all weights that share the tensor scale; if None, the weight shares none.
     """
     row = dtypes.BY_NAME[dtype]
     blocks = row.blocks

@@ -78,9 +78,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    """Return whether to map a file instead of reading it: it would fill over half of the free memory, and its format allows
-    mapping.
-    """
+    """Return whether to map a file instead of reading it: it would fill over half of the free memory, and its format permits it."""
     import psutil
 
     if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):

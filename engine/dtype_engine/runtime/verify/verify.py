@@ -37,9 +37,7 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""A function that compares tensors in other processes. It yields, in any order, item indexes of the contents and the problem of
-each item, or None for an item without a problem.
-"""
+"""Compares tensors in other processes. Yields, in any order, item indexes of the contents and the problem of each item, or None."""
 _HEAD, _TAIL = 1 << 20, 1 << 16
 """Numbers of bytes at the start and end of a file that its fingerprint includes: the header, and the values of the last tensor."""
 
@@ -56,9 +54,7 @@ class OpenExport:
     """A cache of the largest |value| of each group of tensors that share a scale, keyed by the names of the group."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Return the problem of each of these items of the contents, or None for an item without a problem. Raises UserError,
-        Cancelled.
-        """
+        """Return the problem of each of these items, or None for an item without a problem. Raises UserError, Cancelled."""
         found = []
         for index in indexes:
             if cancelled():
@@ -67,8 +63,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that share an item's scale, or None if the item has a scale of its own.
-        """
+        """Return the largest finite |value| of all tensors that share an item's scale, or None if its scale is not shared."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -130,8 +125,7 @@ class OpenExport:
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """Open an exported folder and the checkpoint from which it was exported. Raises UserError, also if the source is not a
-    checkpoint.
+    """Open an exported folder and the checkpoint from which it was exported. Raises UserError, also for a source of another kind.
     """
     checkpoint = source.open()
     if checkpoint is None:
@@ -165,12 +159,12 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the recipe in the folder. Both are read by loaders that the exporter does
-    not use.
+    """Compare an exported folder with `source` cast by the recipe in the folder. The exporter does not use the loaders that read
+    them.
 
     drift: whether to also run both models; their drifts must be equal. elsewhere: compares the tensors in other processes; the
-    source must then be a checkpoint. Raises UserError if the folder or the source can't be read, NoForward if the model can't be
-    run for `drift`, and Cancelled.
+    source must then be a checkpoint. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`, and
+    Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -354,9 +348,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that lists the export's files which hold no weights and are not copies from the source, or () if there are
-    none.
-    """
+    """Return a sentence that lists the export's files without weights that are not copies from the source, or () if none are."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))

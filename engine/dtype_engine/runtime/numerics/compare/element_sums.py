@@ -1,9 +1,7 @@
-"""Sums over the elements of two outputs, from which the metrics of Δ = c - r are computed: r is the reference's output, c the
-candidate's.
+"""Sums over the elements of the reference's output r and the candidate's output c, for the metrics of Δ = c - r.
 
 An infinity or NaN that both outputs have at the same place (masked logits are minus infinity) is no difference. If only one of the
-two elements is not finite, the sums of Δ are infinite. In both cases, the other sums cover the elements that are finite in both
-outputs.
+two elements is not finite, the sums of Δ are infinite. In both cases, the other sums cover the elements finite in both outputs.
 """
 
 from __future__ import annotations
@@ -58,8 +56,7 @@ class ElementSums:
 
 
 def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
-    """Return the sums over all elements of two outputs with the same shape and any floating dtypes, computed on the candidate's
-    device.
+    """Return the sums over all elements of two outputs of one shape and any floating dtypes, computed on the candidate's device.
 
     Raises:
         ValueError: The shapes differ.
@@ -117,9 +114,7 @@ def sum_chunks(
 
 
 def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write values into a float64 buffer and return the buffer. float16 is converted by way of float32, since torch vectorises only
-    these two steps.
-    """
+    """Write values into a float64 buffer and return it. float16 is first cast to float32: torch vectorises only these two steps."""
     return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 

@@ -143,9 +143,7 @@ def _rows(output: torch.Tensor) -> torch.Tensor:
 
 
 def sqnr_db(energy: float, noise: float) -> float:
-    """Return 10 log10(Σr² / ΣΔ²) in dB: infinity if the noise ΣΔ² is zero, minus infinity if it is infinite or the energy Σr² is
-    zero.
-    """
+    """Return 10 log10(Σr² / ΣΔ²) in dB: infinity if the noise ΣΔ² is 0, minus infinity if it is infinite or the energy Σr² is 0."""
     if noise == 0.0:
         return math.inf
     if math.isnan(noise) or math.isinf(noise):
@@ -166,9 +164,7 @@ def _standard_error(values: torch.Tensor) -> float | None:
 
 
 def _quantile(ordered: torch.Tensor, q: float) -> float:
-    """Return a quantile of sorted values, interpolated linearly between the two nearest ranks. (torch.quantile accepts at most 2^24
-    values.)
-    """
+    """Return a quantile of sorted values by linear interpolation between nearest ranks. (torch.quantile stops at 2^24 values.)"""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -177,8 +173,7 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return the minimum, median and maximum of the values, and the given percentiles. Keys are the prefix and the percentile's
-    name. With fewer than `FEWEST_FOR_PERCENTILES` values, the percentiles are None.
+    """Return minimum, median, maximum and percentiles of the values, keyed by prefix and name. Percentiles of few values are None.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
@@ -198,10 +193,7 @@ def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return the perplexities of reference and candidate, their ratio and difference, and standard errors.
-
-    log_p, log_q: ln p and ln q of the correct next tokens [tokens].
-    """
+    """Return both perplexities from ln p and ln q of the correct tokens [tokens], their ratio, difference and standard errors."""
     reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
     ratio = _exp(float((log_p - log_q).mean()))
     figures: dict[str, float | None] = {

@@ -4,8 +4,7 @@ With p = softmax(r), q = softmax(c) and Δ = c - r, the divergence at a position
 
     KL = Σ p (ln p - ln q) = ln Σ e^c - ln Σ e^r - Σ p Δ,    where 0 ln 0 = 0.
 
-Everything is computed in float64, whatever the dtypes of the outputs, and in chunks of rows, so the outputs are never copied as a
-whole.
+Everything is computed in float64, whatever the dtypes of the outputs, in chunks of rows. The outputs are never copied as a whole.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of logits in a chunk. Its float64 buffers of 4 MB stay in a cache that cores share; with smaller chunks, call overhead
-costs more.
-"""
+"""Number of logits in a chunk. Its float64 buffers (4 MB) fit in a cache that cores share; smaller chunks cost more calls."""
 _GPU_CHUNK_ELEMENTS = 1 << 21
 """Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
@@ -38,16 +35,12 @@ _RESULTS = 9
 
 @dataclass(slots=True)
 class PositionFigures:
-    """The figures of each position of one sequence of logits, on the CPU. They are float64 [positions], except where stated
-    otherwise.
-    """
+    """The figures of each position of one sequence of logits, on the CPU: float64 [positions], except where stated otherwise."""
 
     kl: torch.Tensor
     """The KL divergence in nats, NaN at positions where the reference has NaN or plus infinity."""
     same_top: torch.Tensor
-    """Whether reference and candidate have the same likeliest class, the first of the classes with the largest logit: bool
-    [positions].
-    """
+    """Whether both outputs have the same likeliest class, the first of those with the largest logit: bool [positions]."""
     log_p: torch.Tensor
     """ln p of the next token's class, at the positions that have a next token."""
     log_q: torch.Tensor
@@ -69,8 +62,8 @@ def sequence_figures(
 ) -> SequenceFigures:
     """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device.
 
-    distribution: whether the outputs are logits over classes. labels: the class of the next token for each row, int64 [rows], or
-    -100 for a row without one.
+    distribution: whether the outputs are logits over classes. labels: the next token's class for each row, int64 [rows] (-100:
+    none).
     """
     count, width = candidate.shape
     if not distribution:
