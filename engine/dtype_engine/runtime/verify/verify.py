@@ -125,8 +125,7 @@ class OpenExport:
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """Open an exported folder and the checkpoint from which it was exported. Raises UserError, also for a source of another kind.
-    """
+    """Open an exported folder and the checkpoint from which it was exported. Raises UserError, also for any other source."""
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")

@@ -173,8 +173,7 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles of the values, keyed by prefix and name. Percentiles of few values are None.
-    """
+    """Return minimum, median, maximum and percentiles of the values, keyed by prefix and name. Percentiles of few are None."""
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {
