@@ -100,7 +100,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations whose quantisation in other programs is missing or differs from that in the measurement."""
+    """Return notices about activations that other programs do not quantise in the way in which they were measured."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -51,7 +51,7 @@ class Part:
     folder: str = ""
     """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
-    """The prefix of this part's tensor names in the export. The names in the files lack it."""
+    """The prefix of this part's tensor names in the export. Names in the part's files lack this prefix."""
     stem: str = "model"
     """The name of the weights file before `.safetensors`."""
     one_file: bool = False

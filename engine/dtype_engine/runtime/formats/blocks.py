@@ -16,7 +16,7 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some quantized rows of a weight whose matrices are stacked as [rows, width]."""
+    """Some quantized rows of a weight. All matrices of the weight are stacked as [rows, width]."""
 
     first: int
     """The index of the chunk's first row in the weight."""

@@ -28,7 +28,7 @@ def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, ou
 def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
     """Pack codes [rows, width], float8_e4m3fn or int8, in the form that a file stores: uint8 or int32 [rows, packed].
 
-    The first code goes to the lowest bits, and zeros fill the last byte or word. With "none", the codes are returned unchanged.
+    The first code goes to the lowest bits, and zeros fill the last byte or word. The packing "none" returns the codes unchanged.
     """
     if packing == "none":
         return codes

@@ -84,7 +84,7 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """Return the largest finite |value| of a tensor in float32, or 0 if the tensor is empty. It is read a piece at a time."""
+    """Return the largest finite |value| of a tensor in float32, or 0 if it is empty. The tensor is read a piece at a time."""
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)

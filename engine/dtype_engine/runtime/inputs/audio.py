@@ -151,7 +151,7 @@ def synthetic_tone(rate: int) -> Wave:
 
 
 def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
-    """Return smooth waves with a magnitude of about 1 and a little noise: float32 [1, *shape]."""
+    """Return a spectrogram of smooth waves with a magnitude of about 1 and a little noise: float32 [1, *shape]."""
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.linspace(0, 3, shape[0]), torch.linspace(0, 9, shape[1]), indexing="ij")
     return (torch.sin(x + y) * torch.cos(y) + 0.1 * torch.randn(shape, generator=generator))[None]

@@ -20,7 +20,7 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
     They are searched for in the names of the tensors below the module.
 
     In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module with
-    this word in its dotted name. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. Without these names: no
+    this word in its dotted name. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without them has no
     patterns.
     """
     declared = [
@@ -36,7 +36,7 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     """Return a subclass of `model_class` whose `from_pretrained` loads every tensor in the dtype to which `dtypes_of(module)` maps
     the tensor's name.
 
-    Without `_get_dtype_plan`: `model_class` itself, which loads all tensors in one dtype.
+    If `_get_dtype_plan` is missing, this is `model_class` itself, which loads all tensors in one dtype.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
         return model_class
@@ -55,7 +55,7 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
 def without_questions() -> Iterator[None]:
     """While the block runs, make transformers raise ValueError instead of asking on standard input whether a model's code may run.
 
-    Without `TIME_OUT_REMOTE_CODE`, the number of seconds that transformers waits for an answer: nothing changes.
+    If `TIME_OUT_REMOTE_CODE`, the seconds for which transformers waits for an answer, is missing, nothing changes.
     """
     try:
         from transformers import dynamic_module_utils
@@ -80,8 +80,7 @@ def converted_names(
 
     Each value has three items: the name in `live`, whether the tensor is only a part of that weight, and the place of the part: the
     index of its matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are
-    stacked in the rows of that matrix. The place is None if parts are combined in any other way. Without transformers' functions:
-    no entries.
+    stacked in the rows of that matrix. The place is None if parts are combined in any other way. Empty if a function is missing.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -95,7 +94,7 @@ def converted_names(
 def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the names under which transformers reports these tensors of the files, for example as unused.
 
-    Without the functions of transformers: the same names.
+    If the transformers functions for renaming are missing, the names are returned unchanged.
     """
     try:
         return {new for new, _ in _renamed(module, names, module.state_dict())[0].values()}
@@ -106,7 +105,7 @@ def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
     """Return the names of the tensors of the files that transformers transposes on loading.
 
-    Without the functions of transformers: no names.
+    If the transformers functions for conversions are missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, module.state_dict())
@@ -188,7 +187,7 @@ def other_attention(module: nn.Module) -> Iterator[str | None]:
     """Use another attention implementation in a transformers model while the block runs. Yields its name, or None if the model has
     no other implementation.
 
-    Without `_can_set_attn_implementation`: None.
+    If `_can_set_attn_implementation` is missing, nothing changes and None is yielded.
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)

@@ -49,7 +49,7 @@ class Weight:
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """The losses of casting the original, keyed by dtype, for all dtypes whose losses were counted."""
     stashed: torch.Tensor | None = None
-    """The cast data, during a reference pass for which the module holds the original data; otherwise None."""
+    """The cast data during a reference pass, in which the module has the original data; None at all other times."""
     stored_scale: torch.Tensor | None = None
     """The scales stored with this weight, or None for a computed dtype. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()

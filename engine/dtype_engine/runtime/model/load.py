@@ -280,7 +280,7 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """Return a variant of the class that loads every tensor in its stored dtype, if this transformers asks its classes for dtypes.
+    """Return a variant of the class that loads every tensor in its stored dtype, if the transformers version supports this.
 
     Otherwise, transformers converts tensors of other dtypes, and these tensors have to be read from the file again afterwards.
     placements: filled during loading with the place of each tensor of the files.

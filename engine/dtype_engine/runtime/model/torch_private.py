@@ -37,7 +37,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""Returns the tensor of which a tensor is a view, or None for a tensor that is not a view."""
+"""A function that returns the tensor of which a tensor is a view, or None for a tensor that is not a view."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -56,7 +56,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""Calls the module in the first argument as torch does, with its hooks."""
+"""A function that calls the module in its first argument as torch does, with the module's hooks."""
 _INSTEAD = "_compiled_call_impl"
 """The attribute that torch calls, if it is set, instead of `as_called`. `Module.compile` stores the compiled call there."""
 

@@ -189,7 +189,7 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
 
 
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
-    """Return how many NaNs become zeros in a dtype whose scaled codes can't represent NaN. They are not counted as lost values."""
+    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. They are not counted as lost values."""
     row = dtypes.BY_NAME[dtype]
     return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
 

@@ -155,7 +155,7 @@ class Workspace:
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """Return the part of these buffers for a piece of only `count` rows or elements."""
+        """Return views of the buffers for a piece of only `count` rows or elements."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
 

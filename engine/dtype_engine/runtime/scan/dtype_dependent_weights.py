@@ -20,7 +20,7 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""Maximum number of such weights that are measured, the first ones of a pass. Each needs one pass per dtype."""
+"""Maximum number of dtype-dependent weights to measure, the first ones of a pass. Each needs one pass per dtype."""
 
 
 def weights_to_measure(
@@ -28,8 +28,8 @@ def weights_to_measure(
 ) -> list[tuple[str, str]]:
     """Return the (weight, dtype) pairs to measure by separate passes in a sequence.
 
-    read: the weights whose output dtype was read, in the order of the pass. If there are enough sequences, each measures at most
-    one pair in turn. One sequence in each round measures none, so the average cost is below one pass per sequence.
+    read: the weights whose output dtype was read, in the order of the pass. If there are enough sequences, each sequence measures
+    at most one pair, in turn. One sequence in each round measures none, so the average cost is below one pass per sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]

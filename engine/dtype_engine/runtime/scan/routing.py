@@ -40,7 +40,7 @@ Key = tuple[str, str]
 SAMPLED_CALLS = 16
 """Number of calls that are sampled over all sequences."""
 _SWAPPED = 8
-"""To measure the cost of a swap, one in this many tokens is swapped: the tokens with the smallest margins."""
+"""One in this many tokens is swapped to measure the cost of a swap: the tokens with the smallest margins."""
 
 
 @dataclass(slots=True)

@@ -105,7 +105,7 @@ class _TopKSample(msgspec.Struct):
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """Rows of (weight, dtype, squares, independent)."""
+    """The fields `squares` and `independent` as rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
@@ -115,7 +115,7 @@ class _Sequence(msgspec.Struct):
     """The `normalizer` of the `SequenceScores`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Rows of (weight, dtype, sums, independent, errors, measured)."""
+    """Four fields of the `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
     selections: list[_TopKSample]
     index: int
 

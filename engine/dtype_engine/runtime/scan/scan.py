@@ -63,7 +63,7 @@ def default_draws(sequences: int) -> int:
 
 
 def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes in which a weight is scored: `targets`, and its stored dtype, which may drift from float32, too."""
+    """Return `targets` and the weight's stored dtype, which may drift from the float32 reference, too."""
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 

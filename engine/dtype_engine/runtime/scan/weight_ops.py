@@ -34,7 +34,7 @@ Remake = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The origin of a tensor that is a weight, or a view or function of a single weight."""
+    """The way in which a tensor derives from a single weight: it is the weight itself, a view of it, or another function of it."""
 
     weight: str
     """The weight's canonical name."""
@@ -68,7 +68,7 @@ class WeightOp:
 
     @property
     def overwritten(self) -> bool:
-        """Whether a later operation wrote to the arguments or outputs, so that a repetition would have other values."""
+        """Whether a later operation wrote to the arguments or outputs, so that a rerun would use other values."""
         return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
@@ -247,7 +247,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Return an output with some tensors, keyed by `id`, replaced. torch's named tuples become plain tuples."""
+    """Return an output in which the tensors whose `id` is in `new` are replaced. torch's named tuples become plain tuples."""
     if not new:
         return value
     if isinstance(value, torch.Tensor):

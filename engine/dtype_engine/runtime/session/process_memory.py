@@ -28,7 +28,7 @@ class ProcessMemory:
     anonymous: int | None
     """The part of the resident set that is not backed by a file."""
     mapped: int | None
-    """The part that is mapped from the checkpoint's files, which the system can reclaim."""
+    """The part of the resident set that is mapped from the checkpoint's files and that the system can reclaim."""
     peak_rss: int | None
     """The largest resident set since `reset_peak_rss`."""
 
@@ -61,7 +61,7 @@ def reset_peaks(device: torch.device) -> None:
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of the process, and of the model's device.
 
-    kept_outputs: the number of bytes of outputs kept for later measurements, and the maximum; None before the first measurement.
+    kept_outputs: the number of bytes of outputs kept for later measurements, and its limit. If None, nothing was measured yet.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)

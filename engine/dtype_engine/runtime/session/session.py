@@ -566,7 +566,7 @@ class Session:
 
         Args:
             tokens: The maximum number of tokens to generate for each input.
-            on_tokens: Called with the run ("reference" or "candidate"), the tokens generated so far, and the maximum for all runs.
+            on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the maximum for all.
             cancelled: Checked after every token.
 
         Returns:
@@ -642,7 +642,7 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, for callers that run its parts. It is kept for the same arguments. Raises as `scan` does.
+        """Return the scan that `scan` runs, to run it in parts. Equal arguments return the same scan. Raises as `scan` does.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
@@ -733,7 +733,7 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """The number of bytes of outputs kept for later measurements, and the maximum; None before the first measurement.
+        """(bytes of outputs kept for later measurements, their limit), or None before the first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

@@ -54,7 +54,7 @@ class OpenExport:
     """A cache of the largest |value| of each group of tensors that share a scale, keyed by the names of the group."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Return the problem of each of these items, or None for an item without a problem. Raises UserError, Cancelled."""
+        """Return the problem of each item in `indexes`, or None for an item without a problem. Raises UserError, Cancelled."""
         found = []
         for index in indexes:
             if cancelled():
@@ -125,7 +125,7 @@ class OpenExport:
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """Open an exported folder and the checkpoint from which it was exported. Raises UserError, also for any other source."""
+    """Open an exported folder and its source checkpoint. Raises UserError, also if the source is not a checkpoint."""
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")

@@ -30,17 +30,17 @@ class ElementSums:
     nonfinite_reference: int = 0
     """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
     sum_abs: float = 0.0
-    """Σ|Δ|."""
+    """The sum of |Δ| with Δ = candidate - reference."""
     max_abs: float = 0.0
     """The largest |Δ|."""
     noise: float = 0.0
-    """ΣΔ²."""
+    """The energy ΣΔ² of the difference Δ = candidate - reference."""
     energy: float = 0.0
-    """Σr²."""
+    """The energy Σr² of the reference."""
     energy_candidate: float = 0.0
-    """Σc²."""
+    """The energy Σc² of the candidate."""
     product: float = 0.0
-    """Σrc."""
+    """The scalar product Σrc of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
         """Add the sums of further elements."""
