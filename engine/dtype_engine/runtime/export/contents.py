@@ -59,7 +59,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """The torch name of its dtype."""
+    """The dtype of the tensor, as torch names it."""
     shape: tuple[int, ...]
 
     @property

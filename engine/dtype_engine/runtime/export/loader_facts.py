@@ -33,11 +33,11 @@ class LoaderFacts:
     """The outcome of `from_pretrained` for one kind of weight, depending on the dtype that `config.json` names."""
 
     plain: Outcome
-    """The outcome without further arguments."""
+    """The outcome of `from_pretrained` without further arguments."""
     plain_same_in: Container[str]
     """The dtypes in `config.json` for which the plain outcome is `SAME` instead."""
     dequantized: Outcome
-    """The outcome with `CompressedTensorsConfig(dequantize=True)`."""
+    """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:

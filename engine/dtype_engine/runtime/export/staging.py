@@ -89,7 +89,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
-            # The lock lasts until the folder is renamed. If this process ends before, the next export recognises what it left.
+            # The lock lasts until the folder is renamed. If this process ends before, the next export recognises its folder.
             _give_name(stage, target, force)
             named = True
         fsync_dir(target)

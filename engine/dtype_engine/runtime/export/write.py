@@ -106,8 +106,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these items. Several threads write different items at the same time.
 
-    lost: a list to which weights whose casts lose values are added, in any order; None to count no losses. Raises Cancelled,
-    UserError and OSError.
+    lost: a list for the weights whose casts lose values, in any order; if None, losses are not counted. Raises Cancelled, UserError
+    and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())

@@ -79,16 +79,16 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
             f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
             f"not say the size of a spectrogram; {hint('tensors')}"
         )
-    # Every sound and every text is in a call: the shorter list is repeated.
+    # Every audio file and every text occurs in a call: the shorter list is repeated.
     pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]
     batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for (kwargs, about), decoder in pairs)
     spectrogram = extractor is None and _spectrogram_shape(model.module.config, argument) is not None
     tone = "a spectrogram of smooth waves" if spectrogram else "a chord that rises and falls"
-    whose = "sounds: your files" if options.audio else f"sound: {tone}"
+    whose = "audio: your files" if options.audio else f"audio: {tone}"
     if not options.audio:
         description = calls[0][1]
     else:
-        description = f"your sound {calls[0][1]}" if len(calls) == 1 else f"{len(calls)} of your sounds"
+        description = f"your audio {calls[0][1]}" if len(calls) == 1 else f"{len(calls)} of your audio files"
     return Inputs(batches, description, made_of=(f"{whose}, {how}", *how_decoder), prompts=bool(options.audio))
 
 
@@ -100,7 +100,7 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
         row, how = decoder_start(model)
         return [row], how
     if "decoder_input_ids" not in parameters(model.module):
-        raise UserError(f"{model.title} takes a sound and no text; leave the prompts and texts out")
+        raise UserError(f"{model.title} accepts audio and no text; leave the prompts and texts out")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
@@ -117,12 +117,12 @@ def open_sound(path: Path, rate: int) -> Wave:
     try:
         frames, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError):
-        raise UserError(f"can't read the sound {path}: it is no WAV, FLAC, OGG or MP3 file, or it is damaged") from None
+        raise UserError(f"can't read the audio file {path}: not a WAV, FLAC, OGG or MP3 file, or damaged") from None
     if not len(frames):
-        raise UserError(f"the sound {path} has no samples")
+        raise UserError(f"the audio file {path} has no samples")
     mono: Wave = frames.mean(axis=1)
     if not np.isfinite(mono).all():
-        raise UserError(f"the sound {path} has samples that are not finite")
+        raise UserError(f"the audio file {path} has samples that are not finite")
     return resampled(mono, own_rate, rate)
 
 
@@ -176,7 +176,7 @@ def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument:
     try:
         features = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"the feature extractor of {model.title} refuses the sound: {one_line(error)}") from None
+        raise UserError(f"the feature extractor of {model.title} refuses the audio: {one_line(error)}") from None
     if argument not in features:
         raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
     return features

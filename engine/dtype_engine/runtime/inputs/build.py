@@ -41,7 +41,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
     if getattr(model.module, "config", None) is None:
         if given:
             raise UserError(
-                f"{model.title} is plain code, so nothing says how a prompt, a picture or a sound becomes its tensors; "
+                f"{model.title} is plain code, so nothing says how a prompt, a picture or audio becomes its tensors; "
                 f"{hint('tensors')}"
             )
         raise NoForward(
@@ -56,10 +56,10 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     main = getattr(model.module, "main_input_name", "input_ids")
     text, picture, sound = "input_ids" in names, "pixel_values" in names, sound_argument(model)
     if options.images and not picture:
-        raise UserError(f"{model.title} takes no pictures: its forward pass has no pixel_values; {hint('no-picture')}")
+        raise UserError(f"{model.title} accepts no pictures: its forward pass has no pixel_values; {hint('no-picture')}")
     if options.audio and sound is None:
         raise UserError(
-            f"{model.title} takes no sounds: its forward pass has no input_features or input_values; {hint('no-sound')}"
+            f"{model.title} accepts no audio: its forward pass has no input_features or input_values; {hint('no-sound')}"
         )
     if picture and text and not options.audio:
         return _picture_and_text(model, options)
@@ -70,7 +70,7 @@ def _made(model: LiveModel, options: Options) -> Inputs:
         return _sound_and_text(model, options) if text else sound_inputs(model, options)
     if text:
         text_only = text_inputs(model, options)
-        without = ("no sound: the model runs on text alone",) if sound is not None else ()
+        without = ("no audio: the model runs on text alone",) if sound is not None else ()
         return dataclasses.replace(text_only, made_of=(*text_only.made_of, *without))
     raise NoForward(f"{model.title}: no inputs can be made for {main!r}; {hint('tensors')}")
 
@@ -99,7 +99,7 @@ def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
 
 def _refuse_text(model: LiveModel, options: Options) -> None:
     if options.prompts or options.texts:
-        raise UserError(f"{model.title} takes pictures and no text; leave the prompts and texts out")
+        raise UserError(f"{model.title} accepts pictures and no text; leave the prompts and texts out")
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:

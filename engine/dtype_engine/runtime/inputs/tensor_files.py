@@ -81,7 +81,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
                 tensors[name] = tensors[name].reshape(array.shape)
     except UserError:
         raise
-    except Exception as error:  # what numpy and zipfile raise for a damaged file has no common class
+    except Exception as error:  # the errors of numpy and zipfile for a damaged file have no common class
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
     return tensors
 
@@ -102,7 +102,7 @@ def _pickle(path: Path) -> Any:
         raise UserError(
             f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
         ) from None
-    except Exception as error:  # nor has what torch.load raises
+    except Exception as error:  # nor have the errors of torch.load
         if "unexpected EOF" in str(error):
             raise UserError(f"{path} is cut short: its last tensors are missing; copy or write it again") from None
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None

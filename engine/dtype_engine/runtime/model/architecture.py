@@ -102,7 +102,7 @@ def reasons(folder: Path) -> Iterator[None]:
             yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # what wrong values in a configuration raise has no common class
+    except Exception as error:  # the errors for wrong values in a configuration have no common class
         raise NoForward(f"{folder}: transformers can't make this model of its config.json: {reason(error)}") from error
 
 

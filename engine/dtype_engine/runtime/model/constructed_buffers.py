@@ -1,7 +1,8 @@
 """Filling the non-persistent buffers of a model that brings its own code. No file holds such buffers.
 
 `from_pretrained` constructs a model without data and allocates such buffers afterwards. Only the classes of transformers itself are
-sure to fill them. In other classes they may hold whatever was in memory (transformers issue 48892), so the constructor runs again.
+sure to fill them. Buffers of other classes may hold whatever was in memory (transformers issue 48892) until their constructor is
+called again.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
                 )
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # what files and configurations make it raise has no common class
+        except Exception as error:  # its errors for bad files and configurations have no common class
             raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {reason(error)}") from error
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class

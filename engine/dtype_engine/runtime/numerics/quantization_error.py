@@ -150,7 +150,7 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
     overflowed = saturated = nonfinite = zeroed_nan = 0
     limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf
     if not (math.isfinite(noise) and energy <= limit**2):
-        # Dequantized values are not kept, but the error of a finite value is finite exactly if the dequantized value is.
+        # Dequantized values are not kept, but the error of a finite value is finite if and only if the dequantized value is.
         before = torch.isfinite(x)
         after = torch.isfinite(cast.to(x.dtype))
         back = torch.isfinite(delta)

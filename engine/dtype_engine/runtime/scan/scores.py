@@ -108,7 +108,7 @@ def _shrink_to_mean(
                 ratios[key] = whole / apart
         if len(ratios) > 1 and any(ratios.values()):
             groups.append(ratios)
-    # By how much the relative variance of the ratios of a weight exceeds the sampling variance.
+    # The amount by which the relative variance of a weight's ratios exceeds the sampling variance.
     spreads = [_relative_variance(list(ratios.values())) for ratios in groups]
     beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
     own = beyond / (beyond + variance)

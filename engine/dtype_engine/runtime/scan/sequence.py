@@ -229,7 +229,7 @@ class _Gradients:
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
         """Stack gradients. `count` is the number of probes: backward passes with higher numbers belong to sampled `topk` calls."""
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
-        # They are added one by one, because torch takes ten times as long to sum over a first dimension of four.
+        # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         drawn = torch.zeros_like(gradients[0][1])
         for column, gradient in gradients:
             if column < count:

@@ -490,7 +490,7 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Find the module in which values stop being finite, and rules that prevent this.
+        """Find where values stop being finite, and rules that prevent this.
 
         Args:
             report: A measurement of the current recipe.
@@ -566,7 +566,7 @@ class Session:
 
         Args:
             tokens: The maximum number of tokens to generate for each input.
-            on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the maximum for all.
+            on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the total maximum.
             cancelled: Checked after every token.
 
         Returns:

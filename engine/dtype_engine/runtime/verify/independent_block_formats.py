@@ -75,7 +75,7 @@ def _tensor_scale(largest: float) -> Any:
         scale = np.float32(1) / max(np.float32(largest), np.finfo(np.float32).tiny) * np.float32(448 * 6)
     if not np.isfinite(scale):
         return np.float32(1)
-    # Under a smaller one an element of 6 in a block of scale 448 would be infinite.
+    # With a smaller tensor scale, an element of 6 in a block of scale 448 would be infinite.
     return max(scale, np.float32(448 * 6 / float(np.finfo(np.float32).max) * (1 + 2**-22)))
 
 

@@ -158,8 +158,7 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the recipe in the folder. The exporter does not use the loaders that read
-    them.
+    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders other than the exporter's.
 
     drift: whether to also run both models; their drifts must be equal. elsewhere: compares the tensors in other processes; the
     source must then be a checkpoint. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`, and
@@ -177,7 +176,7 @@ def verify(
         contents, values = _of_checkpoint(checkpoint, source, recipe, options)
     else:
         assert session is not None
-        values = of_module(session.model.module)  # the values that the code made, so before the recipe is applied
+        values = of_module(session.model.module)  # values from the code, before the recipe is applied
     if session is not None:
         session.apply(recipe)
     if checkpoint is None:
