@@ -56,7 +56,9 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     main = getattr(model.module, "main_input_name", "input_ids")
     text, picture, sound = "input_ids" in names, "pixel_values" in names, sound_argument(model)
     if options.images and not picture:
-        raise UserError(f"{model.title} accepts no pictures: its forward pass has no pixel_values; {hint('no-picture')}")
+        raise UserError(
+            f"{model.title} accepts no pictures: its forward pass has no pixel_values; {hint('no-picture')}"
+        )
     if options.audio and sound is None:
         raise UserError(
             f"{model.title} accepts no audio: its forward pass has no input_features or input_values; {hint('no-sound')}"
