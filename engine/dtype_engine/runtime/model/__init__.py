@@ -1,1 +1,1 @@
-"""Loading the path, id or Python module that a user names as a live `nn.Module`."""
+"""Loading a live `nn.Module` from the path, id or Python module that a user names."""

@@ -36,7 +36,7 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
     """Return a subclass of `model_class` whose `from_pretrained` loads every tensor in the dtype to which `dtypes_of(module)` maps
     the tensor's name.
 
-    If `_get_dtype_plan` is missing, this is `model_class` itself, which loads all tensors in one dtype.
+    If `_get_dtype_plan` is missing, return `model_class` itself, which loads all tensors in one dtype.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
         return model_class

@@ -129,6 +129,6 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors without those that a quantised checkpoint replaces by other tensors of the same module."""
+    """Return the tensors except those that a quantised checkpoint replaces with other tensors of the same module."""
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     return [info for info in infos if not (info.made_on_load and info.name.rpartition(".")[0] in parts)]

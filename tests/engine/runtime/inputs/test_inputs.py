@@ -459,7 +459,7 @@ def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
     assert parse_inputs_line(before, "") == de.Options()
     for line, said in (
         ("nowhere.png", "there is no file nowhere.png"),
-        (f"{tmp_path / 'x.safetensors'} {text}", "alone"),
+        (f"{tmp_path / 'x.safetensors'} {text}", "don't name other files"),
     ):
         with pytest.raises(de.UserError, match=said):
             parse_inputs_line(de.Options(), line)

@@ -47,7 +47,7 @@ class OutputMetrics:
     """
 
     def __init__(self, distribution: bool) -> None:
-        """distribution: whether the last dimension holds the logits of a distribution."""
+        """Start without sequences. distribution: whether the last dimension holds the logits of a distribution."""
         self.distribution = distribution
         self.sequences: dict[int, SequenceFigures] = {}
         """The figures of each added sequence, keyed by sequence number."""
@@ -173,7 +173,7 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles of the values, keyed by prefix and name. Percentiles of few are None."""
+    """Return minimum, median, maximum and percentiles (None for few values) of the values, keyed by prefix and name."""
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {
