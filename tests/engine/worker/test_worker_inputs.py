@@ -67,5 +67,5 @@ def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedEngin
 def test_inputs_that_do_not_fit_at_opening_give_way_to_the_defaults(tmp_path: Path, way: Way) -> None:
     (tmp_path / "cat.png").write_bytes(b"never looked at")
     with RecordedEngine(way, options=Options(images=(tmp_path / "cat.png",))) as recorded:
-        assert "takes no pictures" in recorded.wait_for(events.InputsRefused).message
+        assert "accepts no pictures" in recorded.wait_for(events.InputsRefused).message
         assert measured(recorded, "6 default prompts").report.output.max_abs == 0

@@ -1,7 +1,7 @@
 """Exporting: writing a checkpoint in the dtypes of a recipe, shard by shard.
 
-An exported folder is an ordinary checkpoint whose tensors have the names of the source: `config.json`, the weights in safetensors,
-and the files of the tokenizer and the processor. `recipe.yaml` and `README.md` say what was cast and how to load the folder.
+An exported folder is an ordinary checkpoint with the tensor names of the source: `config.json`, the weights in safetensors files,
+and the tokenizer and processor files. Its `recipe.yaml` and `README.md` state which tensors were cast and how to load the folder.
 """
 
 from dtype_engine.runtime.export.contents import Contents

@@ -1,4 +1,4 @@
-"""The `config.json` of an export: its dtype, and the quantisation that other programs need to read weights with scales."""
+"""The `config.json` of an export: its dtype, and the quantisation settings with which other programs read weights with scales."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
-    """The dtype that `config.json` names: the widest of the export, so that loading everything in this dtype rounds nothing."""
+    """Return the dtype that `config.json` names: the widest one in the export, in which a loader can hold all values unrounded."""
     return dtypes.widest(item.dtype for item in contents.items)
 
 
 def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Every `config.json` that an export changes, by its path: that of the source with the dtype and the quantisation of the
-    export, and those of a pipeline's components that name a dtype.
+    """Return every `config.json` that the export changes, keyed by its path: the top one gets the dtype and the quantisation
+    settings of the export, and that of a pipeline component gets a new dtype if it names one.
 
     Raises UserError if weights with scales would be added to a source that another method has quantised already.
     """
@@ -48,7 +48,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Set the dtype in a configuration and in those inside it, as for the text and vision parts of a composite model."""
+    """Set the dtype in a configuration and in its nested ones, such as those for the text and vision parts of a composite model."""
     config["dtype"] = dtype
     if "torch_dtype" in config:
         config["torch_dtype"] = dtype
@@ -58,11 +58,11 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """The description by which other programs read weights with scales; None if they can't read any.
+    """Return the `quantization_config` with which other programs read weights with scales, or None if they can't read any.
 
-    It has a group of compressed-tensors for each pair of a storage dtype and whether inputs are quantised, with the exact names of
-    its modules (see `_targets` for experts); or it names the layout of DeepSeek's fp8. All other linear modules are in `ignore`, so
-    that no program takes them for quantised or looks for their group.
+    For the fp8 layout of DeepSeek, it names that layout. For all other formats, it has a compressed-tensors group for each pair of
+    a storage dtype and whether inputs are quantised, with the exact names of the group's modules (see `_targets` for experts). All
+    other linear modules are listed as not quantised, so that no program looks for their scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
@@ -104,8 +104,8 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """The exact names of modules, except that the experts of a layer have one name, `name_of(layer)`, if none of them is in
-    `rest`.
+    """Return the exact names of modules. The experts of a layer get one common name, `name_of(layer)`, if no expert of this layer
+    is in `rest`.
     """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)

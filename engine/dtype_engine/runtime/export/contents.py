@@ -1,4 +1,4 @@
-"""The contents of an exported checkpoint as plain data: its weights, their tensors in the files, and further files."""
+"""The contents of an exported checkpoint as plain data: its weights, the tensors that hold them in the files, and further files."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 
 Quantized = tuple[torch.Tensor, ...]
-"""The tensors of a weight with scales, in the order of its entries."""
+"""The tensors of a weight with scales, in the order of `ExportTensor.entries`."""
 
 
 class SharedScale:
-    """The scale of several tensors that runtimes treat as one. The first call of `amax`, in any thread, reads all of them.
+    """The scale of several tensors that runtimes treat as one. The first call of `amax`, in any thread, reads all of these tensors.
 
-    names: the names of the tensors in the source. values: a function for each tensor that returns it.
+    names: the names of the tensors in the source. values: one function for each tensor, which returns its values.
     """
 
     def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
@@ -37,7 +37,7 @@ class SharedScale:
         self._amax: float | None = None
 
     def amax(self) -> float:
-        """The largest finite |value| of all these tensors."""
+        """Return the largest finite |value| of all these tensors."""
         with self._lock:
             if self._amax is None:
                 self._amax = max(finite_amax(values()) for values in self._values)
@@ -49,7 +49,7 @@ class InputScale:
     """The scale for the inputs of a layer."""
 
     value: float | None = None
-    """None until the model has run on calibration inputs."""
+    """The scale, or None until the model has run on calibration inputs."""
     seen: bool = True
     """Whether any calibration input has reached this layer."""
 
@@ -60,7 +60,7 @@ class TensorEntry:
 
     name: str
     dtype: str
-    """The dtype of torch."""
+    """The dtype of the tensor, as torch names it."""
     shape: tuple[int, ...]
 
     @property
@@ -75,36 +75,36 @@ class ExportTensor:
     name: str
     shape: tuple[int, ...]
     stored: str
-    """The dtype in the source, with `@tensor` if it has that."""
+    """The dtype in the source. It ends with `@tensor` if the weight has a single scale there."""
     dtype: str
-    """The dtype in the export, with `@tensor` if it has that."""
+    """The dtype in the export. It ends with `@tensor` if the weight has a single scale there."""
     has_scales: bool
-    """Whether it is written with scales."""
+    """Whether the export stores this weight with scales."""
     portable: bool
-    """Whether it is written in a layout that other programs read."""
+    """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The places of its data and then of its scales in the source's files if these bytes can be copied; otherwise empty."""
+    """The byte ranges of data and scales in the source's files if these bytes can be copied unchanged; otherwise empty."""
     values: Callable[[], torch.Tensor]
-    """Returns the values that are cast to `dtype`."""
+    """A function that returns the values to be cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """Returns data and scales that exist already; None if the values have to be cast."""
+    """A function that returns existing data and scales, or None if the values have to be cast."""
     byte_range: ByteRange | None = None
-    """The place of the values in a file, from which they are read instead of being mapped; None if no file has them in this
+    """The byte range from which the values are read, instead of being mapped into memory. If None, no file has the values in this
     form.
     """
     shared: SharedScale | None = None
-    """The scale that it shares with fused siblings or with other parts of a packed weight; None if it has its own."""
+    """The scale that this weight shares with fused siblings or with other parts of a packed weight, or None if it shares none."""
     quantised_inputs: bool = False
-    """Whether the configuration says to quantise the inputs of its layer."""
+    """Whether the exported configuration declares the inputs of this weight's layer as quantised."""
     input_scale: InputScale | None = None
-    """The scale of these inputs, for formats that keep one in the file."""
+    """The scale of the quantised inputs, for formats that store this scale in the file."""
     packed_into: str = ""
-    """The weight of the live model into which loading packs this and other weights; "" if it is not packed."""
+    """The weight of the live model into which loading packs this weight and others; "" if this weight is not packed."""
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """The tensors of this weight in the file: codes, then scales, further tensors of its format, and the scale of its inputs
-        last. Scales are [channels, 1] for a matrix, [1] for one scale of the tensor, or [down, across] for blocks.
+        """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
+        inputs. Scales are [channels, 1] for a matrix, [1] if the tensor has a single scale, or [down, across] for blocks.
         """
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
@@ -118,7 +118,7 @@ class ExportTensor:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of data and scales."""
+        """The number of bytes of data and scales."""
         return sum(entry.nbytes for entry in self.entries)
 
 
@@ -132,20 +132,20 @@ class Contents:
     config: dict[str, Any] | None = None
     """The source's `config.json`."""
     folder: Path | None = None
-    """The folder with the files that are copied."""
+    """The source folder from which further files are copied."""
     linears: tuple[str, ...] = ()
-    """The modules that compressed-tensors may quantize."""
+    """The names of the modules that compressed-tensors may quantize."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     """The files of the source."""
     layout: Layout = PLAIN
     """The folders and files of the export."""
     identities: tuple[FileIdentity, ...] = ()
-    """The identities of `files` before anything was read from them."""
+    """The identities of `files`, recorded before anything was read from these files."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied weights in the source, each with the one name under which the weight is written."""
+    """The further names of tied weights in the source, each mapped to the one name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings in which the candidate was run. If its activations were quantised, the export says so."""
+    """The settings with which the candidate was run. If its activations were quantised, the export declares that."""
     coverage: Coverage | None = None
     """How many tensors of the model, or of the index, the source has; None where neither is known."""
     incomplete: tuple[str, ...] = ()
@@ -153,5 +153,5 @@ class Contents:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all tensors, with scales and without headers."""
+        """The number of bytes of all tensors, with scales and without file headers."""
         return sum(item.nbytes for item in self.items)

@@ -1,6 +1,6 @@
-"""How vLLM and transformers load experts that are exported with scales. transformers packs the experts of a layer into one weight.
+"""How vLLM and transformers load experts that were exported with scales. transformers packs all experts of a layer into one weight.
 
-The behaviour of transformers 5.23 with compressed-tensors 0.20 was tried; that of vLLM follows from its source.
+The behaviour of transformers 5.23 with compressed-tensors 0.20 was tried; the behaviour of vLLM follows from its source.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ _READ = (
     "int4@g32",
     "int8@g128",
 )
-"""The formats that `CompressedTensorsDequantize` of transformers dequantizes when it packs experts."""
+"""The formats that transformers' `CompressedTensorsDequantize` dequantizes when it packs experts."""
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
 
 def expert_layer(module: str) -> str:
-    """The module of experts to which an expert's linear layer belongs, such as `model.layers.0.mlp.experts`; "" for other
-    modules.
+    """Return the name of the experts module that contains a linear layer, such as `model.layers.0.mlp.experts`, or "" if the layer
+    is not part of an expert.
     """
     found = _EXPERT.fullmatch(module)
     return found[1] if found else ""
 
 
 def all_experts(layer: str) -> str:
-    """The target of compressed-tensors that matches the linear layers of all experts of a layer.
+    """Return the compressed-tensors target that matches the linear layers of all experts of a layer.
 
-    vLLM looks up their scheme by the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the names in the checkpoint are,
-    and transformers by a regular expression that contains `experts`.
+    vLLM looks up the scheme of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint calls
+    them. transformers looks it up with a regular expression that contains `experts`.
     """
     return rf"re:{re.escape(layer)}\.\d+\.\w+$"
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """The weights that transformers packs into one weight a layer, while other programs load them as linear layers."""
+    """Return the weights that transformers packs into one weight a layer, while other programs load them as linear layers."""
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """How `from_pretrained` of transformers fails on experts in the layout of compressed-tensors, as a sentence that begins with
-    "it"; None if it reads them.
+    """Explain how transformers' `from_pretrained` fails on experts in the compressed-tensors layout, in a sentence that begins with
+    "it". Returns None if transformers reads these experts.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):
@@ -68,7 +68,7 @@ def misread(items: Sequence[ExportTensor]) -> str | None:
 
 
 def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Notices about experts with scales that transformers or vLLM do not load."""
+    """Return notices about experts with scales that transformers or vLLM can't load."""
     notices = []
     if (problem := misread(items)) is not None:
         first = experts(items)[0]

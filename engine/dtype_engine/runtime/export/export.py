@@ -30,7 +30,7 @@ from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""The weights that each file of an export holds, by the file's name."""
+"""The weights in each file of an export, keyed by file name."""
 
 
 def export(
@@ -43,14 +43,14 @@ def export(
     lost: Sequence[ValueLoss] | None = None,
     incomplete: bool = False,
 ) -> ExportReport:
-    """Write an export to a new folder. Memory holds at most one tensor at a time, and for plain casts only a block of it. The
-    folder does not exist until everything is written.
+    """Write an export to a new folder. Memory holds at most one tensor at a time, and for plain casts only a block of a tensor. The
+    folder gets its name only after everything is written.
 
-    max_shard_size: the largest size of a file, in bytes or as in "5GB". on_bytes: called with the bytes written and their total.
-    force: whether to replace an export of that name once everything is written; the source is never replaced. lost: the weights
-    whose cast loses values, if that is known; None to count losses while writing. incomplete: whether to export a source that lacks
-    tensors. Raises UserError (a source that lacks tensors, too little space, a folder that
-    is not empty, a dtype that can't be stored) and Cancelled; nothing is left then.
+    max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
+    written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
+    lost: the weights whose casts lose values, if known; if None, losses are counted while writing. incomplete: whether to export a
+    source that lacks tensors. Raises UserError (a source that lacks tensors, too little space, a folder that is not empty, a dtype
+    that can't be stored) and Cancelled. After an error, nothing is left on the disk.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
@@ -115,8 +115,8 @@ def export(
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """The metadata of a file: that of the source, the dtypes of weights with scales, and each further name of a tied weight with
-    the name under which it is written.
+    """Return the metadata of a weights file: the source's metadata, the dtypes of weights with scales, and each further name of a
+    tied weight with the name under which the weight is written.
     """
     names = {item.name for item in items}
     rest = {
@@ -136,15 +136,15 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
 
 
 def _index(files: Files) -> str:
-    """The index of the shards in one folder, in the format of transformers and diffusers."""
+    """Return the index of the shards in one folder, in the format of transformers and diffusers."""
     weight_map = {entry.name: name for name, items in files.items() for item in items for entry in item.entries}
     total = sum(item.nbytes for items in files.values() for item in items)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """The files of each part of the layout and the weights in them, split as huggingface_hub splits a state dict. A weight and its
-    scales stay together. The names of the weights lack the part's prefix. Raises UserError for a shard size that can't be read.
+    """Return the weights files of each layout part with the weights in each file, split as huggingface_hub splits a state dict. A
+    weight and its scales stay together. Weight names lack the part's prefix. Raises UserError if the shard size can't be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:
@@ -172,7 +172,7 @@ def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """The paths in the export of all files of weights."""
+    """Return the paths of all weights files, relative to the export."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

@@ -1,4 +1,4 @@
-"""The quantised activations that an export declares, and NVFP4's scale for them, which is kept in the file."""
+"""The quantised activations that an export declares, and the NVFP4 input scales that it stores."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Mark the items whose layers have quantised inputs, and give them the scale that a file has for these inputs.
+    """Mark the items whose layers have quantised inputs, and add the scale of these inputs in formats that store one.
 
-    Inputs are quantised if `settings` say so, or if a weight stays as it is in the source and the source declares it; then the
-    source's scale is kept. ranges: the largest |value| of the inputs of each weight, by its name.
+    Inputs are quantised if `settings` say so, or if a weight is exported as the source stores it and the source declares its inputs
+    as quantised; then the source's scale is kept. ranges: the largest |value| of the inputs of each weight, keyed by weight name.
 
-    Fused siblings share the largest range, since they have the same inputs. A layer without inputs (an expert that no token was
-    routed to) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is no layer of the
-    live model, so the range of its inputs is not known; in formats that need a scale for them, they are not declared.
+    Fused siblings share the largest range, since they have the same inputs. A layer that no input has reached (an expert to which
+    no token was routed) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is not a
+    layer of the live model, so the range of its inputs is unknown; formats that store an input scale do not declare such inputs as
+    quantised.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -59,7 +60,7 @@ def with_quantised_inputs(
 
 
 def _declared(config: Mapping[str, Any] | None) -> frozenset[str]:
-    """The modules whose inputs a source's configuration declares as quantised, by the names in the configuration."""
+    """Return the modules whose inputs a source's configuration declares as quantised, named as in the configuration."""
     said = (config or {}).get("quantization_config")
     groups = said.get("config_groups") if isinstance(said, dict) else None
     named = [
@@ -84,12 +85,12 @@ def _uncalibrated(contents: Contents) -> list[ExportTensor]:
 
 
 def needs_calibration(contents: Contents) -> bool:
-    """Whether the scale of some layer's inputs is not known, so that the model has to be run before the export."""
+    """Return whether the scale of any layer's inputs is still unknown, so that the model has to run before the export."""
     return bool(_uncalibrated(contents))
 
 
 def refuse_uncalibrated(contents: Contents) -> None:
-    """Raise UserError if the scale of a layer's inputs is not known."""
+    """Raise UserError if the scale of any layer's inputs is unknown."""
     if unknown := _uncalibrated(contents):
         raise UserError(
             f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantised activations, whose scale in the file comes from "
@@ -99,7 +100,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Notices about measured activations that other programs do not quantise, or quantise in another way."""
+    """Return notices about activations that other programs do not quantise in the way in which they were measured."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

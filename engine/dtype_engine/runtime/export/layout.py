@@ -1,8 +1,8 @@
-"""The layout of an export: its folders and files. They are those of the source, so that the same loaders read the export.
+"""The layout of an export: its folders and files. It is the layout of the source, so that the same loaders read the export.
 
-A model has its weights in the top folder. A diffusers pipeline has a folder for each component, and `model_index.json`, which names
-them. A PEFT adapter has `adapter_config.json` and one file of weights. Files without weights (schedulers, tokenizers,
-configurations) are copied unchanged, and a notice names the files that are not copied.
+A model has its weights in the top folder. A diffusers pipeline has a folder for each component and a `model_index.json` that names
+the components. A PEFT adapter has `adapter_config.json` and one weights file. Files without weights (schedulers, tokenizers,
+configurations) are copied unchanged, and a notice lists the files that are not copied.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ _MOST_NAMED = 5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Part:
-    """One folder of weights."""
+    """A folder of weights in the export."""
 
     folder: str = ""
     """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
-    """The beginning of the names of its tensors in the export, which its files leave out."""
+    """The prefix of this part's tensor names in the export. Names in the part's files lack this prefix."""
     stem: str = "model"
-    """The name of its files before `.safetensors`."""
+    """The name of the weights file before `.safetensors`."""
     one_file: bool = False
-    """Whether it has to be one file, since its loader does not read shards."""
+    """Whether this part has to be a single file, because its loader does not read shards."""
     config: dict[str, Any] | None = None
-    """Its `config.json` if that names a dtype, which the cast changes; None if it is copied or does not exist."""
+    """The part's `config.json` if it names a dtype, which the cast changes. If None, the file is copied or does not exist."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -66,18 +66,18 @@ class Layout:
     """The folders and files of an export."""
 
     kind: Kind = "model"
-    """The loader for which it is written; "component" is a single model of diffusers."""
+    """The kind of model that the export holds, which decides how it is loaded. A "component" is a single diffusers model."""
     parts: tuple[Part, ...] = (Part(),)
     copied: tuple[tuple[Path, str], ...] = ()
-    """The files that are copied unchanged, each with its path in the export."""
+    """The files to copy unchanged, each with its path in the export."""
     notices: tuple[str, ...] = ()
     class_name: str = ""
-    """The class that the configuration of a pipeline or a component names."""
+    """The class that the configuration of a pipeline or component names."""
     base: str = ""
     """The base model that the configuration of an adapter names."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """The paths of copied files that are missing or different in an export in `folder`, each with what is wrong."""
+        """Yield the path of each copied file that is missing or different in the export in `folder`, and what is wrong with it."""
         for source, path in self.copied:
             try:
                 if not filecmp.cmp(source, folder / path, shallow=False):
@@ -87,11 +87,11 @@ class Layout:
 
 
 PLAIN = Layout()
-"""The layout of a model of transformers, or of weights alone."""
+"""The layout of a transformers model, or of weights without a configuration."""
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
-    """The layout of an export of this checkpoint. Raises UserError."""
+    """Return the layout for an export of this checkpoint. Raises UserError."""
     if checkpoint.form == "diffusers":
         return _pipeline(checkpoint)
     config = checkpoint.config or {}
@@ -141,13 +141,13 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
-    """The class of diffusers that a configuration names, or `otherwise` if the name is not one of a class."""
+    """Return the diffusers class that a configuration names, or `otherwise` if that is not a valid class name."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
 
 
 class _FolderCopy:
-    """Collects the files of a source's folder that are copied, and notes about those that are not."""
+    """Collects the files to copy from a source folder, and notes about files that are not copied."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -157,7 +157,7 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Copy the files in the top folder whose names match a pattern. The other methods copy the folders of components."""
+        """Collect the files of the top folder whose names match a pattern. The other methods handle the folders of components."""
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
                 continue
@@ -167,11 +167,11 @@ class _FolderCopy:
                 self.left_out.append(entry.name)
 
     def everything(self, name: str) -> bool:
-        """Copy a component's whole folder; returns whether there are weights in it."""
+        """Collect all files of a component's folder; returns whether any of them holds weights."""
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Copy a component's folder without its weights, which are written, and without other forms of the weights."""
+        """Collect a component's files without its weights, which the export writes itself, and other forms of these weights."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"
@@ -220,13 +220,13 @@ class _FolderCopy:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The sorted entries of a folder, without hidden ones, which belong to version control or downloads. Raises UserError."""
+    """Return the sorted entries of a folder, except hidden ones, which belong to version control or downloads. Raises UserError."""
     with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 
 
 def _is_weight(name: str) -> bool:
-    """Whether the name of a file says that it holds weights or is an index of such files."""
+    """Return whether a file name shows that the file holds weights or is an index of weights files."""
     return name.endswith(_WEIGHTS) or (
         name.endswith(".json") and (".safetensors.index" in name or ".bin.index" in name)
     )

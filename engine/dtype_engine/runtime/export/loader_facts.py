@@ -1,7 +1,7 @@
-"""The facts from which the README of an export is written: what transformers gives for weights that are stored with scales.
+"""Facts for the README of an export: which values transformers loads for weights that are stored with scales.
 
-Each entry was tried with transformers 5.23 and compressed-tensors 0.20 (the layout of DeepSeek's fp8 with accelerate 1.15), and the
-tests try each again with the installed versions.
+Each fact was tried with transformers 5.23 and compressed-tensors 0.20 (the fp8 layout of DeepSeek also with accelerate 1.15), and
+the tests check each of them with the installed versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
-    """What loading gives compared with the values of `load_pretrained`, as the README says it. `{wide}` is the dtype in
+    """How the loaded values compare with those from `load_pretrained`, in the words of the README. `{wide}` is the dtype in
     `config.json`.
     """
 
@@ -30,18 +30,18 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """What `from_pretrained` gives for weights of one kind, depending on the dtype that `config.json` names."""
+    """The outcome of `from_pretrained` for one kind of weight, depending on the dtype that `config.json` names."""
 
     plain: Outcome
-    """The outcome without further arguments."""
+    """The outcome of `from_pretrained` without further arguments."""
     plain_same_in: Container[str]
-    """The dtypes in `config.json` with which the outcome is `SAME` instead."""
+    """The dtypes in `config.json` for which the plain outcome is `SAME` instead."""
     dequantized: Outcome
-    """The outcome with `CompressedTensorsConfig(dequantize=True)`."""
+    """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
-        """What loading gives when `config.json` names the dtype `wide`."""
+        """Return the outcome of loading if `config.json` names the dtype `wide`."""
         if wide in (self.dequantized_same_in if dequantize else self.plain_same_in):
             return Outcome.SAME
         return self.dequantized if dequantize else self.plain
@@ -59,18 +59,18 @@ _LAYERS = {
     "pack-quantized": LoaderFacts(Outcome.SAME, _ANY, Outcome.BFLOAT16, ("bfloat16",)),
     "fp8": _ALWAYS_SAME,
 }
-"""Linear layers, by the layout of their weights."""
+"""The facts about linear layers, keyed by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
-"""Experts in blocks, which transformers dequantizes as it packs them."""
+"""The facts about experts with scales for blocks. transformers dequantizes such experts when it packs them."""
 
 
 Kind = tuple[str, bool]
-"""A format that other programs read, and whether its weights are experts that loading packs; otherwise they are linear layers."""
+"""A format that other programs read, and whether its weights are experts that loading packs (True) or linear layers (False)."""
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """What loading gives for each kind of weight in an export: plainly, and with `dequantize=True`.
+    """Return the two loading outcomes for each kind of weight in an export: without arguments, and with `dequantize=True`.
 
     wide: the dtype that `config.json` names.
     """
@@ -84,14 +84,14 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Whether transformers, which dequantizes all linear layers by the scheme of one of them, reads all of these formats so."""
+    """Return whether transformers reads all of these formats correctly, although it dequantizes all linear layers by one scheme."""
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True
     return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1
 
 
 def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
-    """The facts about one kind of weight."""
+    """Return the facts about one kind of weight."""
     name, blocks = layout(dtype), dtypes.BY_NAME[dtype].blocks
     if expert:
         return _ALWAYS_SAME if blocks is None or name == "fp8" else _WIDENED_EXPERTS

@@ -1,6 +1,6 @@
-"""What the README of an export says about loading the layouts of diffusers and PEFT.
+"""Text in the README of an export on how to load the layouts of diffusers and PEFT.
 
-Each statement was tried with diffusers 0.42 and peft 0.21, and the tests try each again if these are installed.
+Each statement was tried with diffusers 0.42 and peft 0.21, and the tests check each of them if these packages are installed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dtype_engine.runtime.export.contents import Contents
 
 
 def short(contents: Contents) -> str:
-    """One or two sentences about what loading gives."""
+    """Return one or two sentences about the result of loading the export."""
     class_name = contents.layout.class_name
     if contents.layout.kind == "pipeline":
         return (
@@ -32,7 +32,7 @@ def short(contents: Contents) -> str:
 
 
 def section(contents: Contents, name: str) -> list[str]:
-    """The lines of the README's section on loading. name: the name of the folder."""
+    """Return the lines of the README's section on loading. name: the folder name."""
     if contents.layout.kind == "pipeline":
         return _pipeline(contents.layout.class_name, name)
     if contents.layout.kind == "adapter":
@@ -91,10 +91,10 @@ def _adapter(base: str, name: str) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """The name of a folder as a string literal of Python on one line."""
+    """Return the folder name as a one-line Python string literal."""
     return json.dumps(printable(name), ensure_ascii=False)
 
 
 def python_lines(*lines: str) -> list[str]:
-    """Lines of Python as a code block of Markdown."""
+    """Return lines of Python as a Markdown code block."""
     return ["```python", *lines, "```"]

@@ -12,7 +12,7 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """A notice of the weights that no other program reads."""
+    """Return a notice of the weights that no other program can read."""
     own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
@@ -24,7 +24,7 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
 
 
 def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Notices of the tensors that no rule can cast and that stay as they are in the source."""
+    """Return notices of the tensors that no rule can cast and that are therefore exported as the source stores them."""
     unplaced, fixed = [], []
     for item in items:
         placement = placements.get(item.name)
@@ -49,7 +49,7 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """A notice of the further names of tied weights, which are not written."""
+    """Return a notice that the further names of tied weights are not written as tensors, only in the file's metadata."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))
@@ -61,7 +61,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """A notice of the first group of fused siblings in several formats, which runtimes that fuse them refuse."""
+    """Return a notice of the first group of fused siblings in several formats, which runtimes that fuse these weights refuse."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

@@ -1,7 +1,7 @@
-"""Recognising a folder that this program has exported, so that `--force` replaces nothing else.
+"""Recognising a folder that this program has exported, so that `--force` replaces no other folder.
 
-Such a folder has two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose second paragraph
-names the version that wrote the folder. Every version since 0.1.0 writes both.
+An exported folder has two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose second
+paragraph names the version that wrote the folder. Every version since 0.1.0 writes both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_READ = 1 << 16
 
 
 def missing_mark(folder: Path) -> str | None:
-    """Why a folder is not an export of this program, as the end of a sentence; None if it is one."""
+    """Explain why a folder is not an export of this program, in words that complete a sentence. Returns None for an export."""
     for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
         text = _text(folder / name)
         if text is None:
@@ -43,7 +43,7 @@ def _text(file: Path) -> str | None:
 
 
 def _component_folders(folder: Path) -> frozenset[str]:
-    """The names of the folders in an exported pipeline."""
+    """Return the names of the component folders in an exported pipeline."""
     try:
         return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
     except UserError:

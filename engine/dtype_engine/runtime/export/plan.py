@@ -1,6 +1,6 @@
-"""Planning an export: every tensor with its dtype, name and size, before anything is written.
+"""Planning an export: the dtype, name and size of every tensor, before anything is written.
 
-Verifying an export makes the same plan again.
+Verifying an export repeats this plan.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Plan the export of a checkpoint under a recipe and the settings of `options`, from its headers, without loading a weight.
+    """Plan the export of a checkpoint under a recipe and the settings in `options`. Only file headers are read, no weights.
 
-    If the architecture is known, it is made without data, to find module classes and tied weights. Raises UserError for a rule that
+    If the architecture is known, it is built without data to find module classes and tied weights. Raises UserError for a rule that
     matches nothing and for a weight that can't be stored in its planned dtype.
     """
     options = options or Options()
@@ -62,10 +62,10 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan the export of an open model in its present dtypes, run in `settings`: from its checkpoint if it has one, so that the
-    names stay those of the files, otherwise from the live tensors.
+    """Plan the export of an open model in its current dtypes and under the settings with which it ran. If the model has a
+    checkpoint, the export has the names of its files; otherwise, the names of the live tensors.
 
-    input_ranges: the largest |value| of the inputs of each weight, by its name. Raises UserError.
+    input_ranges: the largest |value| of the inputs of each weight, keyed by weight name. Raises UserError.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -114,7 +114,7 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan every tensor of the checkpoint in the dtype of the live tensor that it becomes, and tensors that become none as stored.
+    """Plan every tensor of the checkpoint in the dtype of the matching live tensor. A tensor without one stays as it is stored.
 
     Raises UserError.
     """
@@ -204,8 +204,8 @@ def _item(
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Whether other programs load a tensor of the files as the weight of a linear layer: the weight of an `nn.Linear` under the
-    module's name, or a part of packed experts.
+    """Return whether other programs load a tensor of the files as the weight of a linear layer: it is either the weight of an
+    `nn.Linear` under the module's own name, or a part of packed experts.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -216,7 +216,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Whether other programs have a layout for a linear layer's weight in this dtype; blocks have to divide its rows."""
+    """Return whether other programs have a layout for a linear layer's weight in this dtype. Blocks must divide its rows evenly."""
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -224,7 +224,7 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """The items as a tuple. Raises UserError if there are none or two tensors would have the same name in the file."""
+    """Return the items as a tuple. Raises UserError if there are none, or if two tensors would have the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()
@@ -241,7 +241,7 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """A function that returns data and scales of a live weight in this dtype; None to quantize the stored values again."""
+    """Return a function that returns data and scales of a live weight in this dtype, or None to quantize the stored values."""
     if dtype in dtypes.BLOCK_FORMATS:
         return None
     data, scale = weight.tensor.data, weight.scale

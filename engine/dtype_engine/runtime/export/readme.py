@@ -1,4 +1,4 @@
-"""The README.md in an export: what the export is, and what each way of loading it gives."""
+"""The README.md of an export: what the export contains, and what each way of loading it returns."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dtype_engine.runtime.export.loading_notes import python_lines, quoted, sect
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
-    """The number of tensors and the bytes of each dtype, those with the most bytes first."""
+    """Return the number of tensors and bytes of each dtype, sorted by bytes in descending order."""
     sums: dict[str, list[int]] = {}
     for item in contents.items:
         sum_of_dtype = sums.setdefault(item.dtype, [0, 0])
@@ -31,7 +31,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """The text of the README. name: the name of the folder. lost: the weights whose cast loses values."""
+    """Return the text of the README. name: the folder name. lost: the weights whose casts lose values."""
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
         f"# {escaped(name)}",
@@ -57,7 +57,7 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """The section on loading an export that is a model, or weights alone."""
+    """Return the section on loading an export that is a transformers model, or weights without a configuration."""
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
     if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):
@@ -83,7 +83,7 @@ def _lost(lost: Sequence[ValueLoss]) -> list[str]:
 
 
 def loading_text(contents: Contents) -> str:
-    """A few sentences about what loading an export gives: with `load_pretrained`, and with `from_pretrained` of transformers 5."""
+    """Return a few sentences on the results of `load_pretrained` and of transformers 5's `from_pretrained` for an export."""
     if contents.layout.kind != "model":
         return short(contents)
     if contents.config is None:
@@ -116,23 +116,23 @@ _ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
 
 
 def _kinds(contents: Contents) -> list[Kind]:
-    """The kinds of weights with scales that other programs read."""
+    """Return the kinds of weights with scales that other programs read."""
     return sorted({(item.dtype, bool(item.packed_into)) for item in contents.items if item.portable})
 
 
 def _in_fp8_layout(contents: Contents) -> bool:
-    """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads without compressed-tensors."""
+    """Return whether the export has scales in the fp8 layout of DeepSeek, which transformers reads without compressed-tensors."""
     return any(item.portable and layout(item.dtype) == "fp8" for item in contents.items)
 
 
 def _quantised_before(contents: Contents) -> str | None:
-    """How another program has quantised the weights, in a few words; None if it has not."""
+    """Describe in a few words how another program has quantised the source's weights. Returns None if no program has."""
     parts = quantized_parts({item.name: item for item in contents.items if not item.has_scales}, contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
 def _theirs(contents: Contents) -> list[str]:
-    """The paragraphs on `from_pretrained` of transformers 5."""
+    """Return the paragraphs on transformers 5's `from_pretrained`."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
             f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",
@@ -183,7 +183,7 @@ def _theirs(contents: Contents) -> list[str]:
 
 
 def _scaled_weights(contents: Contents) -> list[str]:
-    """A paragraph and a table of what transformers gives for weights with scales in the layouts of compressed-tensors."""
+    """Return a paragraph and a table of the values that transformers loads for weights with scales in compressed-tensors form."""
     wide = export_dtype(contents)
     table = [
         "| weights | `from_pretrained(folder)` | with `quantization_config=CompressedTensorsConfig(dequantize=True)` |",

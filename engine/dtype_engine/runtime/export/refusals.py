@@ -1,4 +1,4 @@
-"""Refusing what can't be exported, before anything is written."""
+"""Refusing exports that can't be written or loaded, before anything is written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_engine.runtime.export.layout import Layout
 
 
 def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a weight that would get scales in a layout whose loaders have none."""
+    """Raise UserError for a weight that would get scales in a layout whose loaders don't support scales."""
     if layout.kind == "model":
         return
     loader = "PEFT" if layout.kind == "adapter" else "diffusers"
@@ -26,7 +26,7 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a format that no checkpoint has, and for two layouts that one configuration can't name together."""
+    """Raise UserError for a format without a checkpoint layout, and for two layouts that one configuration can't name together."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None
@@ -45,7 +45,7 @@ def refuse_unstored(items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError, which says what to do, for the first tensor that safetensors can't hold."""
+    """Raise UserError for the first tensor that safetensors can't hold. The message suggests a remedy."""
     lost = [
         item
         for item in items

@@ -28,18 +28,18 @@ ALONG = (
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""The files that belong to a model in addition to its weights and its configuration."""
+"""Name patterns of the files that belong to a model in addition to its weights and its configuration."""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
-"""Bytes that are reserved for headers and small files."""
+"""Number of bytes reserved for headers and small files."""
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to `target`; returns its absolute path. Raises UserError if it is not empty or can't be
-    made.
+    """Check that an export can be written to `target`; returns the absolute path. Raises UserError if the folder is not empty or
+    can't be created.
 
-    force: whether an export of this program in that place is replaced. Nothing else is replaced, nor a folder that holds any of the
-    files `keep`, nor the current folder of the program.
+    force: whether to replace an existing export of this program. Other folders are never replaced, nor is a folder that holds any
+    of the files in `keep`, nor the current working directory.
     """
     target = target.expanduser().absolute()
     if not target.name:
@@ -70,10 +70,10 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 @contextmanager
 def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
-    """Give a new folder next to `target` to write into. It is renamed to `target` if the block ends without an error, and removed
+    """Yield a new folder next to `target` to write into. It is renamed to `target` if the block ends without an error, and removed
     otherwise.
 
-    All data is flushed to the disk before the folder is renamed. force: whether an existing folder is replaced; it is moved aside
+    All data is flushed to the disk before the folder is renamed. force: whether to replace an existing folder, which is moved aside
     first and removed once the new one is in place. Raises UserError if fewer than `needed` bytes are free or writing fails.
     """
     free = shutil.disk_usage(target.parent).free
@@ -89,7 +89,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
-            # The lock lasts until the folder is renamed. If this process ends before, the next export recognises what it left.
+            # The lock lasts until the folder is renamed. If this process ends before, the next export recognises its folder.
             _give_name(stage, target, force)
             named = True
         fsync_dir(target)
@@ -114,7 +114,7 @@ def _sync_all(folder: Path) -> None:
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:
-    """Rename the stage to the target. An export that is replaced is moved aside as a whole, so it is never partly deleted."""
+    """Rename the stage to the target. An export to be replaced is moved aside as a whole first, so it is never partly deleted."""
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
@@ -134,10 +134,10 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:
-    """Copy the files of tokenizer and processor from a checkpoint's folder; returns notices of files that were not copied.
+    """Copy the tokenizer and processor files from a checkpoint folder; returns notices of files that were not copied.
 
-    Only regular files with known names are copied, and no links that lead out of the folder, except those of the Hugging Face
-    cache.
+    Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the
+    Hugging Face cache.
     """
     notices = []
     for entry in sorted(source.iterdir()):

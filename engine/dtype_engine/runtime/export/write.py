@@ -1,7 +1,7 @@
-"""Writing safetensors files in blocks of tensors, so that memory holds only one block for each thread.
+"""Writing safetensors files in blocks, so that memory holds only one block of a tensor for each thread.
 
-A file is a length, a JSON header, and the bytes of the tensors. All sizes are known in advance, so the header can be written first.
-The safetensors library would need all tensors of a file in memory at once.
+A file consists of a length, a JSON header, and the bytes of the tensors. All sizes are known in advance, so the header can be
+written first. The safetensors library would need all tensors of a file in memory at once.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 
 _BLOCK = 1 << 20
-"""The bytes of a block, few enough to stay in a processor's cache."""
+"""Number of bytes in a block, which fits into a processor's cache."""
 _MOST_THREADS = 4
-"""The most threads that write a file. More would mostly wait for the file, and each has its own buffers."""
+"""Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""The longest time in seconds that the main thread waits at once. A signal that arrives just before a wait is handled after it."""
+"""Maximum time in seconds that the main thread waits at once. A signal that arrives just before a wait is handled after it."""
 
 
 class Progress:
-    """Counts the bytes that all threads have written, and reports them as `on_bytes(done, total)` after each block. It then raises
-    Cancelled if the export is cancelled, and UserError if one of the source's `files` has changed.
+    """Counts the bytes written by all threads, and calls `on_bytes(done, total)` after each block. It then raises Cancelled if the
+    export is cancelled, and UserError if any of the source's `files` has changed.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Progress:
 
 
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """The length and the header of a file, and the place in the file at which each tensor begins.
+    """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
     The order is that of the safetensors library: the widest dtypes first, then by name, so that every tensor is aligned.
     """
@@ -104,9 +104,10 @@ def write_file(
     progress: Progress,
     lost: list[ValueLoss] | None = None,
 ) -> None:
-    """Write a safetensors file with these items, several of them in parallel.
+    """Write a safetensors file with these items. Several threads write different items at the same time.
 
-    lost: gets the weights whose cast loses values, in no order; None to count no losses. Raises Cancelled, UserError and OSError.
+    lost: a list for the weights whose casts lose values, in any order; if None, losses are not counted. Raises Cancelled, UserError
+    and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -128,7 +129,7 @@ def write_file(
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """An open file that several threads write, and the progress of writing it."""
+    """An open file to which several threads write, and the progress of the export."""
 
     file: int
     progress: Progress
@@ -165,7 +166,7 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Write the values of an item in its dtype, and add what the cast loses to `lost`."""
+    """Write the values of an item in its dtype, and add the values that the cast loses to `lost`."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)
@@ -180,7 +181,7 @@ def _write_values(
 def _write_tensor(
     values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None = None
 ) -> None:
-    """Write values cast to `dtype`, a block at a time. A cast works on single elements, so the blocks do not change the result."""
+    """Write values cast to `dtype`, a block at a time. Since casts are elementwise, the block size does not change the result."""
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
         return
@@ -209,7 +210,7 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """Write the codes of a tensor in a storage dtype without blocks, a byte for each; returns the scales."""
+    """Write the codes of a tensor in a storage dtype without blocks, one byte for each code; returns the scales."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
@@ -220,7 +221,7 @@ def _write_codes(
 
 
 def _shared_amax(item: ExportTensor) -> float | None:
-    """The largest |value| of all tensors that share an item's scale; None if it has its own."""
+    """Return the largest |value| of all tensors that share this item's scale, or None if the item has a scale of its own."""
     return item.shared.amax() if item.shared is not None else None
 
 
@@ -231,7 +232,7 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Write a tensor in a format with blocks: packed codes as they are made, then scales and the other tensors of the format."""
+    """Write a tensor in a block format: packed codes, each chunk as it is quantized, then scales and the format's other tensors."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing
@@ -252,7 +253,7 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
-    """Copy the bytes of a tensor from file to file. Raises Cancelled, UserError and OSError."""
+    """Copy the bytes of a tensor from one file to another. Raises Cancelled, UserError and OSError."""
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:
@@ -267,7 +268,7 @@ def _copy(source: ByteRange, out: _Target, at: int) -> None:
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
-    """Copy a whole file to a new one. Raises UserError if it can't be read, OSError if it can't be written, and Cancelled."""
+    """Copy a whole file to a new one. Raises UserError if it can't be read, OSError if the copy can't be written, and Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Target(out.fileno(), progress), 0)
@@ -281,5 +282,5 @@ def _write(out: int, data: bytes | memoryview, at: int) -> None:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as uint8 [nbytes] on the CPU."""
+    """Return the bytes of a tensor as uint8 [nbytes] on the CPU."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

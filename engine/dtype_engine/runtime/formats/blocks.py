@@ -1,4 +1,4 @@
-"""Some rows of a weight, quantized in a block format."""
+"""Quantizing some rows of a weight in a block format."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some quantized rows of a weight, all of whose matrices are stacked as [rows, width]."""
+    """Some quantized rows of a weight. All matrices of the weight are stacked as [rows, width]."""
 
     first: int
-    """The index of the first row."""
+    """The index of the chunk's first row in the weight."""
     first_scale: int
-    """The index of the first row of scales."""
+    """The index of the chunk's first row in the grid of scales."""
     values: torch.Tensor
-    """The values before quantization, float32 [rows, width], in memory that the next chunk overwrites."""
+    """The values before quantization: float32 [rows, width], in memory that the next chunk overwrites."""
     units: torch.Tensor
-    """The codes less their zero point, before the scale: float32 [rows, width], in memory that the next chunk overwrites."""
+    """The codes minus their zero point, not multiplied by the scale: float32 [rows, width]. The next chunk overwrites them."""
     scales: Scales
 
     def codes(self, element: DType) -> torch.Tensor:
-        """The codes as they are kept while a model runs: float8_e4m3fn or int8 [rows, width]."""
+        """Return the codes in the form that a running model keeps: float8_e4m3fn or int8 [rows, width]."""
         return self.units.to(getattr(torch, element.torch_name))
 
     def file_codes(self, element: DType) -> torch.Tensor:
-        """The codes as a file has them before packing, with the zero point added where the format has one."""
+        """Return the codes as a file stores them before packing. If the format has zero points, the codes include them."""
         if self.scales.zero is None or element.blocks is None:
             return self.codes(element)
         rows, width = self.units.shape
@@ -42,9 +42,9 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes one chunk of a weight after another in the same buffers, so that it allocates nothing for each.
+    """Quantizes one chunk of a weight after another in the same buffers, so that no chunk needs new memory.
 
-    rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, where the format has one.
+    rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the format has no such scale.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize rows of any float dtype. Scales follow from the finite values alone. An infinity becomes the largest code; NaN
-        stays NaN if the element type has it and becomes 0 otherwise.
+        """Quantize rows of any float dtype. Only finite values determine the scales. An infinity becomes the largest code. NaN
+        stays NaN if the element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)
@@ -81,7 +81,7 @@ class BlockWork:
         return Chunk(first, first_scale, values[:rows, : self.width], units[:rows, : self.width], scales)
 
     def dequantize(self, chunk: Chunk) -> torch.Tensor:
-        """The values of the chunk that `quantize` made last: float32 [rows, width], in memory that the next chunk overwrites."""
+        """Return the values of the last quantized chunk: float32 [rows, width], in memory that the next chunk overwrites."""
         down, rows = len(chunk.scales.effective), len(chunk.units)
         padded = down * self.blocks.rows
         out = self._scaled[:padded]
@@ -114,8 +114,8 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """The largest of each block of magnitudes: float32 [down, across]. The bits of floats that are not negative have the order
-        of their values, and torch reduces integers in small groups several times as fast as floats.
+        """Return the largest magnitude of each block: float32 [down, across]. It compares bits as integers, which have the same
+        order as non-negative floats, because torch reduces small groups of integers several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -136,19 +136,19 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace NaN, which has no code, by 0. The sum shows in one pass whether there is any; replacing takes two."""
+    """Replace NaN, which has no code, by 0. One pass over the values finds by their sum whether any is NaN; replacing takes two."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 
 
 def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
-    """The scale [rows, width] of every element of whole rows of blocks, of which the last may be shorter."""
+    """Repeat the scale of each block for all its elements: [rows, width]. The last row of blocks may have fewer rows."""
     return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a weight of `shape` into chunks of about `elements`, none of which ends within a block. Yields the rows of each chunk,
-    counted over all matrices of the weight, and the rows of its scales.
+    """Divide a weight of `shape` into chunks of about `elements` elements, none of which ends within a block. Yields for each chunk
+    the slice of its rows, counted over all matrices of the weight, and the slice of its rows of scales.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

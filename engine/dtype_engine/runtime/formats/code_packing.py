@@ -1,6 +1,6 @@
-"""Elements of block formats: rounding to floats of few bits, and packing codes into bytes and words.
+"""Codes of block formats: rounding values to floats of few bits, and packing codes into bytes and words.
 
-While a model runs, codes of floats are kept as float8_e4m3fn, which can represent all values of 4 and 6 bits.
+In a running model, codes of floats are kept as float8_e4m3fn, which can represent all values of 4 and 6 bits.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""This many steps, added to a float32, leave it no bits below the step, so that the addition rounds to a multiple of it, half to
-even."""
+"""A rounding step times this factor is so large that a float32 added to it loses all bits below the step, rounded half to even."""
 
 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Round float32 values, none of them beyond the largest element, to the nearest element, half to even; zero keeps its sign.
+    """Round float32 values to the nearest element, half to even. No value may exceed the largest element. Zero keeps its sign.
 
     spare: memory of the same shape, which is overwritten. The result is written to `out`, which is returned.
     """
@@ -27,9 +26,9 @@ def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, ou
 
 
 def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
-    """Codes [rows, width], float8_e4m3fn or int8, as a file has them: uint8 or int32 [rows, packed].
+    """Pack codes [rows, width], float8_e4m3fn or int8, in the form that a file stores: uint8 or int32 [rows, packed].
 
-    The first code takes the lowest bits, and zeros fill the last byte or word. Codes that are not packed are returned as they are.
+    The first code goes to the lowest bits, and zeros fill the last byte or word. The packing "none" returns the codes unchanged.
     """
     if packing == "none":
         return codes
@@ -37,7 +36,7 @@ def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -> torch.Tensor:
-    """The codes [rows, width] that `pack` packed."""
+    """Return the codes [rows, width] from the form that `pack` returns."""
     if packing == "none":
         return packed
     return unpack_words(packed, width, element.bits) if packing == "words" else unpack_nibbles(packed, width)
@@ -46,8 +45,8 @@ def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     """Pack e2m1 values, kept as float8_e4m3fn [rows, width], two to a byte.
 
-    As float8_e4m3fn, 0.5, 1, 1.5, ... 6 are the bytes 0x30, 0x38, 0x3c, ... 0x4c. From 1 on these are four apart where e2m1's codes
-    2 to 7 are one apart.
+    The values 0.5, 1, 1.5, ... 6 are the bytes 0x30, 0x38, 0x3c, ... 0x4c in float8_e4m3fn. From 1 on, neighbouring bytes differ by
+    4, while the e2m1 codes of these values, 2 to 7, differ by 1.
     """
     rows, width = codes.shape
     bits = codes.view(torch.uint8)
@@ -59,7 +58,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """The e2m1 values [rows, width] that `pack_nibbles` packed."""
+    """Return the e2m1 values, as float8_e4m3fn [rows, width], from the bytes that `pack_nibbles` returns."""
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=2).flatten(1)[:, :width]
     magnitude = nibbles & 7
     bits = torch.where(magnitude >= 2, (magnitude + 12) << 2, magnitude * 0x30) | ((nibbles & 8) << 4)
@@ -67,7 +66,7 @@ def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes [rows, width] of `bits` bits each, offset so that the smallest code is 0, into int32 [rows, words]."""
+    """Pack int8 codes [rows, width] of `bits` bits each into int32 [rows, words]. An added offset maps the smallest code to 0."""
     per_word = 32 // bits
     rows, width = codes.shape
     unsigned = codes.new_zeros((rows, -(-width // per_word) * per_word), dtype=torch.int32)
@@ -77,7 +76,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
-    """The int8 codes [rows, width] that `pack_words` packed."""
+    """Return the int8 codes [rows, width] from the words that `pack_words` returns."""
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
     unsigned = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     return (unsigned.flatten(1)[:, :width] - (1 << (bits - 1))).to(torch.int8)

@@ -1,8 +1,8 @@
-"""fp8 in blocks of 128 x 128, as in DeepSeek-V3: elements in e4m3, and a scale for each block.
+"""fp8 in blocks of 128 x 128, as in DeepSeek-V3: e4m3 elements and one scale for each block.
 
-The scale is amax / 448 in float32, or float32's epsilon for a block of zeros, as in compressed-tensors. With `ue8m0` it is the next
-power of two, stored as a byte, or 1 for a block of zeros, as in transformers. No scale is so large that 448 times the scale is
-infinite in float32.
+The scale is amax / 448 in float32, or float32's epsilon for a block of zeros, as in compressed-tensors. With `ue8m0`, the scale is
+amax / 448 rounded up to a power of two and stored as a byte, or 1 for a block of zeros, as in transformers. Scales are limited so
+that 448 times the scale is finite in float32.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from dtype_engine.runtime.formats.scales import Scales, largest_scale
 
 _EPSILON = torch.finfo(torch.float32).eps
 _ONE = 127
-"""The byte of 2^0."""
+"""The byte that encodes 2^0."""
 
 
 def scales(amax: torch.Tensor, element: DType) -> Scales:
-    """The scales of blocks whose largest |value| is `amax`, float32, finite; stored as float32, or as uint8."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite), stored as float32, or as uint8 for `ue8m0`."""
     if element.blocks is not None and element.blocks.rule == "rceil":
         powers = mx.scales(amax, element, "rceil")
         zero = amax == 0

@@ -1,9 +1,9 @@
-"""int4 and int8 in groups along a row: the float32 arithmetic of compressed-tensors, with scales in bfloat16.
+"""Group-quantized integers, int4 and int8, with groups along a row: the arithmetic of compressed-tensors, with bfloat16 scales.
 
-Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale =
-(max - min) / 15 over the values and 0, and the code z = round(-8 - min / scale) means 0. Models are stored and loaded in bfloat16,
-so no loader rounds such scales; a scale that would be zero is bfloat16's epsilon. Codes whose product with the scale would be
-infinite in float32 are not used: see `code_limit`.
+Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale = (max - min) /
+15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Arithmetic is in float32. Since models are
+stored and loaded in bfloat16, no loader rounds these scales. A scale that would be zero is set to bfloat16's epsilon. A code whose
+product with the scale would be infinite in float32 is not used: see `code_limit`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _EPSILON = torch.finfo(torch.bfloat16).eps
 
 
 def code_range(element: DType) -> tuple[int, int]:
-    """The smallest and the largest code."""
+    """Return the smallest and the largest code."""
     return -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """For each group, the largest |code - zero point| whose product with the scale is finite in float32; None if all codes are."""
+    """Return each group's largest |code - zero point| whose product with the scale is finite in float32. None means no limit."""
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
     limit = torch.floor(FLOAT32_MAX / scales.effective)
@@ -30,12 +30,12 @@ def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
 
 
 def symmetric(amax: torch.Tensor, element: DType) -> Scales:
-    """The scales of groups whose largest |value| is `amax`, float32, finite; stored as bfloat16."""
+    """Return the scales of groups whose largest |value| is `amax` (float32, finite). They are stored as bfloat16."""
     return _rounded(amax / (((1 << element.bits) - 1) / 2))
 
 
 def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
-    """Scales and zero points of groups whose values, and 0, lie between `low` and `high`, float32, finite."""
+    """Return the scales and zero points of groups whose values lie between `low` <= 0 and `high` >= 0 (float32, finite)."""
     least, most = code_range(element)
     span = high - low
     wide = torch.where(torch.isfinite(span), span / (most - least), high / (most - least) - low / (most - least))

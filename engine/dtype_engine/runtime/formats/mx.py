@@ -1,16 +1,16 @@
-"""MXFP8, MXFP6 and MXFP4: blocks of 32, and a scale that is a power of two (E8M0: a byte, the exponent plus 127).
+"""MXFP8, MXFP6 and MXFP4: blocks of 32 with a power of two as their scale (E8M0: one byte, the exponent plus 127).
 
-OCP Microscaling Formats 1.0, section 5. The exponent of a block's scale is that of its largest |value|, less the exponent of the
-element's largest value (8 for e4m3, 2 for e2m1 and e2m3, 4 for e3m2). One is added where the mantissa m of the largest |value|,
-1 <= m < 2, is beyond the limit that the rule sets:
+The rule is from OCP Microscaling Formats 1.0, section 5: the exponent of a block's scale is the exponent of the block's largest
+value| minus that of the element's largest value (8 for e4m3, 2 for e2m1 and e2m3, 4 for e3m2). This exponent is increased by one if
+the mantissa m of the block's largest |value|, 1 <= m < 2, is beyond a limit that depends on the scale rule:
 
 - `floor`: never; values beyond the largest element are clamped (the OCP text, 6.3; llama.cpp, microxcaling);
-- `rceil`: m is larger than that of the largest element, so nothing is clamped (ModelOpt, cuBLAS);
+- `rceil`: m is larger than the mantissa of the largest element, so nothing is clamped (ModelOpt, cuBLAS);
 - `even`: m rounds up to 2 in the element's own mantissa, half to even (Quark, torchao's EVEN; MXFP6 of compressed-tensors);
 - `compressed-tensors`: m >= 1.75, for e2m1 and e4m3 alike (what llm-compressor writes and vLLM loads).
 
-A block of zeros has the byte 0. No exponent is so large that the largest element times the scale is infinite in float32: a larger
-|value| saturates at `largest`, where other programs give an infinity.
+A block of zeros has the byte 0. Exponents are limited so that the largest element times the scale is finite in float32: a larger
+value| saturates at `largest`, while in other programs it becomes infinite.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats.scales import Scales
 
 _MANTISSA = 23
-"""Bits of float32's mantissa."""
+"""Number of bits in float32's mantissa."""
 _LARGEST = 254
-"""The byte of 2^127, the exponent of float32's largest values. 255 is NaN."""
+"""The byte that encodes 2^127, which has the exponent of float32's largest values. 255 encodes NaN."""
 
 
 def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
-    """The scales of blocks whose largest |value| is `amax`, float32, finite; stored as uint8."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite). They are stored as uint8."""
     highest = _exponent(element)
     bits = amax.contiguous().view(torch.int32) + _carry(element, rule)
     exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST - highest)
@@ -40,17 +40,17 @@ def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
 
 
 def largest(element: DType) -> float:
-    """The largest |value| that a weight keeps under such scales, where larger ones saturate."""
+    """Return the largest |value| that a weight can have under power-of-two scales. Larger values saturate at this one."""
     return math.ldexp(element.max, _LARGEST - 127 - _exponent(element))
 
 
 def _exponent(element: DType) -> int:
-    """The exponent of the element's largest value."""
+    """Return the exponent of the element's largest value."""
     return math.frexp(element.max)[1] - 1
 
 
 def _carry(element: DType, rule: ScaleRule) -> int:
-    """The integer that, added to the bits of the largest |value|, carries into the exponent where the rule adds one."""
+    """Return an integer to add to the bits of a block's largest |value|. It carries into the exponent if the rule adds one."""
     if rule == "floor":
         return 0
     if rule == "rceil":

@@ -1,8 +1,8 @@
-"""NVFP4: elements in e2m1 in blocks of 16, a scale in e4m3 for each block, and one float32 scale for the tensor.
+"""NVFP4: e2m1 elements in blocks of 16, an e4m3 scale for each block, and one float32 scale for the tensor.
 
-The arithmetic is that of compressed-tensors. The scale of the tensor is g = 1 / amax(tensor) * (448 * 6). The scale of a block is
-s = e4m3(amax(block) / 6 * g), or 0.125 where that is zero. The code of a value w is e2m1(w / (s / g)), and its value is the code
-times s / g. g is never so small that the largest of these values is infinite in float32.
+The arithmetic is that of compressed-tensors. The scale of the tensor is g = 1 / amax(tensor) * (448 * 6). The scale of a block is s
+= e4m3(amax(block) / 6 * g), or 0.125 if that is zero. The code of a value w is e2m1(w / (s / g)), and its value is the code times s
+/ g. The scale g has a lower limit, so that the largest dequantized value is finite in float32.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _ELEMENT = dtypes.BY_NAME["nvfp4"].max
 _SCALE = dtypes.BY_NAME["float8_e4m3fn"].max
 _FOR_ZERO = 0.125
 _LEAST = _SCALE * _ELEMENT / FLOAT32_MAX * (1 + 2**-22)
-"""The smallest scale of a tensor: rounded up by two bits of float32, so that neither division rounds the largest value up to
-infinity.
+"""The lower limit for the scale of a tensor. It is rounded up by two bits of float32, so that neither division rounds the largest
+value up to infinity.
 """
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """The scale of a tensor whose largest |value| is `amax`, or of several that share it: float32, 0-d; 1 if it would be
-    infinite.
+    """Return the scale (float32, 0-d) of a tensor, or of several tensors that share a scale, with `amax` as the largest |value|.
+    The scale is 1 if it would be infinite.
     """
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
     return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 
 
 def scales(amax: torch.Tensor, of_tensor: torch.Tensor) -> Scales:
-    """The scales of blocks whose largest |value| is `amax`, float32, under the scale of the tensor; stored as float8_e4m3fn."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32), relative to the tensor's scale, as float8_e4m3fn."""
     wide = (amax / _ELEMENT * of_tensor).clamp_(max=_SCALE).to(torch.float8_e4m3fn).to(torch.float32)
     wide = torch.where(wide == 0, _FOR_ZERO, wide)
     return Scales(wide / of_tensor, wide.to(torch.float8_e4m3fn))

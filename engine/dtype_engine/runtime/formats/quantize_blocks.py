@@ -1,4 +1,4 @@
-"""A whole weight in a block format: its codes and scales while a model runs, and its parts in a file."""
+"""Quantizing a whole weight in a block format: its codes and scales for a running model, and its parts in a file."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def quantize_chunks(
     on_chunk: Callable[[BlockWork, Chunk], None],
     amax: float | None = None,
 ) -> torch.Tensor | None:
-    """Quantize a weight a chunk at a time; returns the scale of the tensor, where the format has one.
+    """Quantize a weight a chunk at a time; returns the scale of the whole tensor, or None if the format has no such scale.
 
-    on_chunk: called with each chunk, in several threads and in no order. amax: the largest |value| of all tensors that share the
-    scale of the tensor; None where this tensor has its own.
+    on_chunk: called with each chunk, in several threads and in no particular order. amax: the largest |value| of all tensors that
+    share the tensor scale; if None, this tensor has a tensor scale of its own.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -58,7 +58,7 @@ def quantize_chunks(
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [down, across].
+    """Return the codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [down, across].
 
     In a format with zero points, the zero point is subtracted from the codes. amax: as in `quantize_chunks`.
     """
@@ -79,8 +79,8 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
-    """The values of a weight, quantized and dequantized again, in its own dtype. element: a row of `core.dtypes`, or one like
-    it.
+    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: a row of `core.dtypes`, or a
+    changed copy of one.
     """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
@@ -94,9 +94,9 @@ def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
 
 
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales, as `quantize_blocks` gives them, of a weight that a file holds in parts.
+    """Return the codes and scales of a weight from its parts in a file, in the form that `quantize_blocks` returns.
 
-    parts: the tensors of the file by the suffixes that `core.block_formats.parts` names.
+    parts: the tensors of the file, keyed by the suffixes that `core.block_formats.parts` lists.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks
@@ -122,9 +122,9 @@ def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: st
 def scale_tensors(
     scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
 ) -> list[torch.Tensor]:
-    """The tensors that a file has for a weight in addition to its codes, in the order of `core.block_formats.parts`.
+    """Return the tensors that a file stores for a weight in addition to its codes, in the order of `core.block_formats.parts`.
 
-    scales: those of all chunks, in the order of their rows. of_tensor: the scale of the tensor, where the format has one.
+    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

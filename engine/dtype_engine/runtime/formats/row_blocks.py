@@ -1,4 +1,4 @@
-"""Working on a tensor in pieces, which are whole rows of it, in several threads."""
+"""Working on a tensor in several threads, a piece at a time. A piece consists of whole rows."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Protocol, TypeVar, overload
 import torch
 
 CHUNK = 1 << 19
-"""Elements in a piece: few enough to stay in the processor's cache, many enough that Python's overhead is small."""
+"""Number of elements in a piece: few enough to stay in the processor's cache, many enough to keep Python's overhead small."""
 _DEVICE_CHUNK = 1 << 22
-"""Elements in a piece on an accelerator, where launching the work on a small piece takes longer than the work itself."""
+"""Number of elements in a piece on an accelerator, where launching the work on a smaller piece would take longer than the work."""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """A matrix or a flat tensor that need not be in memory: slices of its rows or elements are read, in several threads."""
+    """A matrix or a flat tensor that need not be in memory. Several threads read slices of its rows or elements."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The part of a tensor's interface that values in a file have, too."""
+    """The part of a tensor's interface that is also available for values in a file."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -51,7 +51,7 @@ class Values(Protocol):
 @contextmanager
 def single_intraop_thread() -> Iterator[None]:
     """Run torch on one thread while the block runs. Pieces are small, and threads that wait for each other after every operation
-    take ten times as long when other programs use the processors too.
+    take ten times as long if other programs use the processors at the same time.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,19 +62,19 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """About how many elements a piece has on a device."""
+    """Return the approximate number of elements in a piece on a device."""
     return CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
 def row_slices(rows: Rows | torch.Tensor) -> list[slice]:
-    """The rows of a matrix, or the elements of a flat tensor, in pieces of about `chunk_elements`."""
+    """Divide the rows of a matrix, or the elements of a flat tensor, into slices of about `chunk_elements` elements."""
     count = rows.shape[0]
     step = max(1, chunk_elements(rows.device) // max(1, math.prod(rows.shape[1:])))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
 
 
 def row_amax(values: torch.Tensor) -> torch.Tensor:
-    """The largest finite |value| of each row of a float32 matrix: float32 [rows]."""
+    """Return the largest finite |value| of each row of a float32 matrix: float32 [rows]."""
     if not values.shape[1]:
         return values.new_zeros(len(values))
     amax = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
@@ -84,7 +84,7 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """The largest finite |value| of a tensor in float32, or 0 if it is empty; read a piece at a time."""
+    """Return the largest finite |value| of a tensor in float32, or 0 if it is empty. The tensor is read a piece at a time."""
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
@@ -96,11 +96,11 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Run `work` in as many threads as torch has now, on every n-th of `count` pieces in each of n threads; returns the results.
+    """Call `work` in n threads, each with every n-th of `count` pieces; returns the results. n is at most torch's thread count.
 
-    Each thread has one intra-op thread, so that a piece stays in one core's cache. The split, and with it every sum, is
-    deterministic. The calling thread is one of them; the others are kept for the next call, since threads that have just started
-    share a core for some milliseconds, longer than many calls take. On an accelerator, which is parallel within a piece, the
+    Each thread has one intra-op thread, so that a piece stays in one core's cache. The division into pieces, and with it every sum,
+    is deterministic. The calling thread is one of the n threads. The others are kept for the next call, since newly started threads
+    share a core for some milliseconds, longer than many calls take. On an accelerator, which works on a piece in parallel, the
     calling thread does all of the work.
 
     Raises what `work` raises, after all threads have finished.
@@ -121,7 +121,7 @@ def parallel_map(work: Callable[[range], T], count: int, device: torch.device = 
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """A pool of `count` threads, each with as many intra-op threads as torch has when the thread gets its first work."""
+    """Return a pool of `count` threads. A thread keeps the number of intra-op threads that torch has when its first work begins."""
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
 
@@ -137,7 +137,7 @@ def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
 
 
 def as_rows(tensor: torch.Tensor | Values) -> Rows:
-    """A tensor of two or more dimensions as [channels, everything else], any other as [1, elements]."""
+    """View a tensor of two or more dimensions as [channels, everything else], and any other tensor as [1, elements]."""
     if len(tensor.shape) >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, tensor.numel())

@@ -1,4 +1,4 @@
-"""The scales of blocks, which each family of formats computes in its own way, and the largest scale that any may have."""
+"""The scales of blocks, which each family of formats computes in its own way, and the upper limit for a scale."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class Scales:
     """The scales of some blocks; each tensor is [down, across]."""
 
     effective: torch.Tensor
-    """The factor by which the values of codes are multiplied, float32."""
+    """The factor by which codes are multiplied to get values, float32."""
     stored: torch.Tensor
-    """The scales as a file has them, in the dtype of the format."""
+    """The scales as a file stores them, in the format's scale dtype."""
     zero: torch.Tensor | None = None
-    """The code that means 0 in each block, int8; None for a format without zero points."""
+    """The code that represents 0 in each block, int8, or None for a format without zero points."""
 
 
 @cache
 def largest_scale(code: float) -> float:
-    """The largest float32 whose product with `code`, the largest code of a format, is finite in float32."""
+    """Return the largest float32 scale whose product with `code`, the largest code of a format, is finite in float32."""
     scale = torch.tensor(FLOAT32_MAX / code, dtype=torch.float32)
     while math.isinf(float(scale * code)):
         scale = torch.nextafter(scale, torch.tensor(0.0))

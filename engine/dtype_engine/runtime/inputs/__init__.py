@@ -1,7 +1,7 @@
-"""Calibration inputs: the calls on which the reference and the candidate are run.
+"""Calibration inputs: the calls with which the reference and the candidate are run.
 
-`build` chooses the kind of input for a model. `text`, `images`, `audio` and `multimodal` make the inputs, with the preprocessing in
-the model's folder. `tensor_files` reads the arguments of the forward pass from a file, and `validate` checks them.
+`build` chooses the kind of input for a model. `text`, `images`, `audio` and `multimodal` create the inputs, with the preprocessing
+in the model's folder. `tensor_files` reads the arguments of the forward pass from a file, and `validate` checks these arguments.
 """
 
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values

@@ -1,4 +1,4 @@
-"""Sounds for speech and audio models: the user's files or a synthetic tone, processed by the model's feature extractor."""
+"""Audio for speech and audio models: the user's files or a synthetic tone, processed by the model's feature extractor."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Wave = NDArray[np.float32]
-    """The samples of a mono sound, from -1 to 1."""
+    """The samples of a mono audio signal, from -1 to 1."""
 
 SAMPLE_RATE = 16_000
-"""The rate in hertz for models whose feature extractor does not name one; most speech models take it."""
+"""Sample rate in hertz for models whose feature extractor does not name one; most speech models use it."""
 TONE_SECONDS = 2.0
 _ARGUMENTS = ("input_features", "input_values")
 
 
 def sound_argument(model: LiveModel) -> str | None:
-    """The forward pass's argument for a sound: `input_features` (a spectrogram) or `input_values` (samples); None without
-    either.
+    """Return the name of the forward pass's audio argument: `input_features` (a spectrogram) or `input_values` (samples), or None
+    if it has neither.
     """
     return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
 
 
 def sound_inputs(model: LiveModel, options: Options) -> Inputs:
-    """One call for each sound, with tokens for the decoder if the model has one.
+    """Return one call for each audio file, with tokens for the decoder if the model has one.
 
-    Raises UserError for a sound that can't be used, NoForward if no sound can be made for the model.
+    Raises UserError for an audio file that can't be used, and NoForward if no audio can be created for the model.
     """
     argument = sound_argument(model)
     assert argument is not None
@@ -79,28 +79,28 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
             f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
             f"not say the size of a spectrogram; {hint('tensors')}"
         )
-    # Every sound and every text is in a call: the shorter list is repeated.
+    # Every audio file and every text occurs in a call: the shorter list is repeated.
     pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]
     batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for (kwargs, about), decoder in pairs)
     spectrogram = extractor is None and _spectrogram_shape(model.module.config, argument) is not None
     tone = "a spectrogram of smooth waves" if spectrogram else "a chord that rises and falls"
-    whose = "sounds: your files" if options.audio else f"sound: {tone}"
+    whose = "audio: your files" if options.audio else f"audio: {tone}"
     if not options.audio:
         description = calls[0][1]
     else:
-        description = f"your sound {calls[0][1]}" if len(calls) == 1 else f"{len(calls)} of your sounds"
+        description = f"your audio {calls[0][1]}" if len(calls) == 1 else f"{len(calls)} of your audio files"
     return Inputs(batches, description, made_of=(f"{whose}, {how}", *how_decoder), prompts=bool(options.audio))
 
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Arguments with tokens for the decoder, one for each text that the user gave, otherwise one with random tokens; empty
-    arguments for a model without a decoder. Then how they were made. Raises UserError.
+    """Return the decoder's arguments for each call, and phrases that state how they were created. There is one call for each text
+    of the user, or a single call with random tokens. The arguments are empty for a model without a decoder. Raises UserError.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)
         return [row], how
     if "decoder_input_ids" not in parameters(model.module):
-        raise UserError(f"{model.title} takes a sound and no text; leave the prompts and texts out")
+        raise UserError(f"{model.title} accepts audio and no text; leave the prompts and texts out")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
@@ -110,19 +110,19 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
 
 
 def open_sound(path: Path, rate: int) -> Wave:
-    """Read a sound file, mix it to mono and resample it to `rate` hertz. Raises UserError for a file that can't be read."""
+    """Read an audio file, mix it to mono and resample it to `rate` hertz. Raises UserError for a file that can't be read."""
     import numpy as np
     import soundfile
 
     try:
         frames, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
     except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError):
-        raise UserError(f"can't read the sound {path}: it is no WAV, FLAC, OGG or MP3 file, or it is damaged") from None
+        raise UserError(f"can't read the audio file {path}: not a WAV, FLAC, OGG or MP3 file, or damaged") from None
     if not len(frames):
-        raise UserError(f"the sound {path} has no samples")
+        raise UserError(f"the audio file {path} has no samples")
     mono: Wave = frames.mean(axis=1)
     if not np.isfinite(mono).all():
-        raise UserError(f"the sound {path} has samples that are not finite")
+        raise UserError(f"the audio file {path} has samples that are not finite")
     return resampled(mono, own_rate, rate)
 
 
@@ -141,7 +141,7 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 
 def synthetic_tone(rate: int) -> Wave:
-    """A chord (220, 550 and 1320 Hz) that swells five times, with a little noise; it is the same in every run."""
+    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. It is the same in every run."""
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -151,14 +151,14 @@ def synthetic_tone(rate: int) -> Wave:
 
 
 def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
-    """Smooth waves of about unit size with a little noise: float32 [1, *shape]."""
+    """Return a spectrogram of smooth waves with a magnitude of about 1 and a little noise: float32 [1, *shape]."""
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.linspace(0, 3, shape[0]), torch.linspace(0, 9, shape[1]), indexing="ij")
     return (torch.sin(x + y) * torch.cos(y) + 0.1 * torch.randn(shape, generator=generator))[None]
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """The shape of a spectrogram according to the configuration; None if it does not say, or if the model takes samples."""
+    """Return the shape of a spectrogram according to the configuration, or None if it has none or the model uses samples."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):
@@ -176,14 +176,14 @@ def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument:
     try:
         features = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"the feature extractor of {model.title} refuses the sound: {one_line(error)}") from None
+        raise UserError(f"the feature extractor of {model.title} refuses the audio: {one_line(error)}") from None
     if argument not in features:
         raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
     return features
 
 
 def _normalised(wave: Wave, channels: int) -> torch.Tensor:
-    """A wave with mean 0 and variance 1: [1, samples], or [1, channels, samples] if `channels` is not 0."""
+    """Return a wave with mean 0 and variance 1: [1, samples], or [1, channels, samples] if `channels` is not 0."""
     samples = torch.from_numpy(wave)
     samples = (samples - samples.mean()) / (samples.var(unbiased=False) + 1e-7).sqrt()
     return samples.expand(1, channels, -1) if channels else samples[None]

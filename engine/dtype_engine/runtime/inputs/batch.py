@@ -1,4 +1,4 @@
-"""The inputs of one call of the model, and of all calls."""
+"""The inputs of a single call of the model, and of all calls."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ class Batch:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
-    """The token that a language model should predict at each position: int64 [batch, positions], -100 for none."""
+    """The token that a language model should predict at each position: int64 [batch, positions], with -100 for no token."""
     text: str | None = None
-    """The text of the call, to show it; None if it is not known."""
+    """The text of the call for display, or None if it is unknown."""
     about: str | None = None
-    """A description of the picture or the sound in the call."""
+    """A description of the picture or audio in the call."""
 
     @property
     def elements(self) -> int:
-        """The elements of all its tensors, from which the length of a pass is estimated."""
+        """The number of elements in all tensors, from which the duration of a forward pass is estimated."""
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor with its argument's name: positional ones by their index, nested ones with a dot."""
+        """Yield every tensor with its name: the argument's name or position, followed by a dotted path for a nested tensor."""
         for index, value in enumerate(self.args):
             yield from named_tensors_in(f"argument {index}", value)
         for name, value in self.kwargs.items():
             yield from named_tensors_in(name, value)
 
     def run(self, module: Callable[..., Any]) -> Any:
-        """Call the module with copies of the tensors, so that what it writes to them stays in this call. A tensor that is given
-        twice is copied once: attention asks whether its query is its key.
+        """Call the module with copies of the tensors, so that writes to them have no effect on later calls. A tensor that occurs
+        twice is copied once, because attention checks whether query and key are the same object.
         """
         copies: dict[int, torch.Tensor] = {}
 
@@ -56,7 +56,7 @@ class Batch:
         return module(*args, **kwargs)
 
     def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:
-        """The same on a device, its float tensors in `floats` where given."""
+        """Return this batch on a device. Float tensors are cast to `floats` if it is given."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, floats if tensor.is_floating_point() else None)
@@ -71,19 +71,19 @@ class Inputs:
 
     batches: tuple[Batch, ...]
     description: str
-    """What they are, in a few words for the screen."""
+    """A short description of these inputs for the screen."""
     tokenizer: Any = None
     made: bool = True
-    """Whether this program made the tensors; False if the user gave them."""
+    """Whether this program created the tensors. False if the user provided them."""
     prompts: bool = False
-    """Whether each call is a whole prompt, which can be continued by generation."""
+    """Whether each call is a whole prompt, which generation can continue."""
     made_of: tuple[str, ...] = ()
-    """How each part was made, one phrase for each."""
+    """Phrases that state how each part of the inputs was created."""
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Inputs from what a user gave: a mapping (keyword arguments), a tuple (positional ones), one argument that is a tensor, a
-    packed sequence or a dataclass, or a list of these. Raises UserError for anything else.
+    """Convert a user's value to inputs: a mapping (keyword arguments), a tuple (positional arguments), a single argument (a tensor,
+    a packed sequence or a dataclass), or a list of such calls. Raises UserError for anything else.
     """
     several = values if isinstance(values, list) else [values]
     batches = []

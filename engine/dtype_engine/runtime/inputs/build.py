@@ -1,4 +1,4 @@
-"""The inputs for a model: those that the user gave, otherwise inputs made to suit its folder and its configuration."""
+"""The inputs for a model: those that the user provided, or inputs created to suit the model's folder and configuration."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
-    """The inputs for a model: those that the user gave, otherwise inputs that suit it.
+    """Return the inputs that the user provided, or create inputs that suit the model.
 
-    Raises NoForward if no inputs can be made, and UserError for given inputs that do not fit the model.
+    Raises NoForward if no inputs can be created, and UserError if the user's inputs do not fit the model.
     """
     if options.tensors is not None:
         return tensor_inputs(model, options.tensors)
@@ -41,7 +41,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
     if getattr(model.module, "config", None) is None:
         if given:
             raise UserError(
-                f"{model.title} is plain code, so nothing says how a prompt, a picture or a sound becomes its tensors; "
+                f"{model.title} is plain code, so nothing says how a prompt, a picture or audio becomes its tensors; "
                 f"{hint('tensors')}"
             )
         raise NoForward(
@@ -56,10 +56,12 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     main = getattr(model.module, "main_input_name", "input_ids")
     text, picture, sound = "input_ids" in names, "pixel_values" in names, sound_argument(model)
     if options.images and not picture:
-        raise UserError(f"{model.title} takes no pictures: its forward pass has no pixel_values; {hint('no-picture')}")
+        raise UserError(
+            f"{model.title} accepts no pictures: its forward pass has no pixel_values; {hint('no-picture')}"
+        )
     if options.audio and sound is None:
         raise UserError(
-            f"{model.title} takes no sounds: its forward pass has no input_features or input_values; {hint('no-sound')}"
+            f"{model.title} accepts no audio: its forward pass has no input_features or input_values; {hint('no-sound')}"
         )
     if picture and text and not options.audio:
         return _picture_and_text(model, options)
@@ -70,14 +72,14 @@ def _made(model: LiveModel, options: Options) -> Inputs:
         return _sound_and_text(model, options) if text else sound_inputs(model, options)
     if text:
         text_only = text_inputs(model, options)
-        without = ("no sound: the model runs on text alone",) if sound is not None else ()
+        without = ("no audio: the model runs on text alone",) if sound is not None else ()
         return dataclasses.replace(text_only, made_of=(*text_only.made_of, *without))
     raise NoForward(f"{model.title}: no inputs can be made for {main!r}; {hint('tensors')}")
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Calls with a picture and a text. A language model for which no picture can be made gets the text alone, unless the user gave
-    a picture.
+    """Return calls with a picture and a text. If no picture can be created for a language model, the calls have only text, unless
+    the user provided a picture.
     """
     try:
         return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
@@ -89,7 +91,7 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
 
 
 def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
-    """One call for each sound, always with the same texts, for models that compare sounds with texts."""
+    """Return one call for each audio file, each with all of the texts, for a model that compares audio with texts."""
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
     rows, shown, how = text_rows(model, texts, given)
@@ -99,11 +101,11 @@ def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
 
 def _refuse_text(model: LiveModel, options: Options) -> None:
     if options.prompts or options.texts:
-        raise UserError(f"{model.title} takes pictures and no text; leave the prompts and texts out")
+        raise UserError(f"{model.title} accepts pictures and no text; leave the prompts and texts out")
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """The inputs with a note of the text options that do not apply next to a picture, which goes with one whole prompt. This is no
+    """Add a note about text options that have no effect, because a picture is always combined with one whole prompt. This is no
     error, since the options may come from a configuration file for all models.
     """
     text_options = (

@@ -1,5 +1,5 @@
-"""The default prompts: prose, code, figures and dialogue, so that a model meets several kinds of text. One prompt is a fifth as
-long as the others; it is run first, so that the first figure appears early.
+"""The default prompts: prose, code, figures and dialogue, so that a model processes several kinds of text. One prompt is a fifth as
+long as the others. It runs first, so that the first result appears early.
 """
 
 DEFAULT_PROMPTS: tuple[str, ...] = (

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""The formats that are read. For some others, such as PostScript, Pillow starts a program of the system."""
+"""The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""The number of merged patches along each side of a synthetic picture, for models that take pictures of any size."""
+"""Number of merged patches along each side of a synthetic picture, for models that accept pictures of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +37,15 @@ class Picture:
     """One picture, ready for the model."""
 
     kwargs: dict[str, Any]
-    """The arguments of the forward pass: `pixel_values`, and others that belong to it."""
+    """The arguments of the forward pass: `pixel_values`, and further arguments that describe the same picture."""
     about: str
     """A description of the picture."""
     image: Image | None = None
-    """The image before processing; None if the values were made without an image."""
+    """The image before processing, or None if the values were generated without an image."""
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """One call for each picture, for models that take only pictures, and tokens if they have a decoder. Raises UserError."""
+    """Return one call for each picture, for a model that accepts pictures alone or with decoder tokens. Raises UserError."""
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)
@@ -53,16 +53,16 @@ def picture_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def described(pictures: list[Picture], options: Options) -> str:
-    """A description of all pictures in a few words."""
+    """Describe all pictures in a few words."""
     if not options.images:
         return pictures[0].about
     return f"your picture {pictures[0].about}" if len(pictures) == 1 else f"{len(pictures)} of your pictures"
 
 
 def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
-    """The user's pictures or a synthetic one, ready for the model, and how they were made.
+    """Return the user's pictures or a synthetic one, ready for the model, and phrases that state how they were created.
 
-    Raises UserError for a picture that can't be used, NoForward if the model's processor makes no pixels.
+    Raises UserError for a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
     processor = image_processor_of(model)
     vision = vision_config(model)
@@ -104,7 +104,7 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
 
 
 def vision_config(model: LiveModel) -> Any:
-    """The part of the configuration that describes pictures, or all of it if the model takes only pictures."""
+    """Return the part of the configuration that describes pictures, or all of it if the model accepts only pictures."""
     config = model.module.config
     for name in ("vision_config", "encoder"):
         if getattr(config, name, None) is not None:
@@ -113,7 +113,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """The width and height of a picture according to the configuration."""
+    """Return the width and height of a picture according to the configuration."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -121,12 +121,12 @@ def sides(model: LiveModel) -> tuple[int, int]:
 
 
 def channels(model: LiveModel) -> int:
-    """The number of channels of a picture for this model."""
+    """Return the number of channels of a picture for this model."""
     return int(getattr(vision_config(model), "num_channels", 3) or 3)
 
 
 def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
-    """Smooth waves of about unit size with a little noise: float32 [count, height, width], the same in every run."""
+    """Return smooth waves with a magnitude of about 1 and a little noise: float32 [count, height, width], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     y, x = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
     planes = torch.stack([torch.sin((3 + channel) * x) * torch.cos((2 + channel) * y) for channel in range(count)])
@@ -134,7 +134,7 @@ def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
 
 
 def synthetic_image(width: int, height: int) -> Image:
-    """A colour image of `synthetic_planes`, for an image processor."""
+    """Return a colour image of `synthetic_planes`, for an image processor."""
     from PIL import Image
 
     levels = (synthetic_planes(3, width, height) * 127.5 + 127.5).clamp(0, 255).to(torch.uint8)
@@ -170,9 +170,7 @@ def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """An image as float32 [1, channels, height, width] from -1 to 1. Raises UserError if the model takes neither 1 nor 3
-    channels.
-    """
+    """Return an image as float32 [1, channels, height, width] from -1 to 1. Raises UserError for other than 1 or 3 channels."""
     from PIL import Image
 
     if count not in (1, 3):
@@ -183,7 +181,7 @@ def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Te
 
 
 def _random_patches(vision: Any) -> Picture:
-    """A random picture for models that take patches as rows, together with the grid of the patches (Qwen2-VL and later)."""
+    """Return a random picture for a model whose input is rows of patches and a patch grid (Qwen2-VL and later)."""
     merge = int(getattr(vision, "spatial_merge_size", 2))
     side = _PATCHES * merge
     patch = int(vision.patch_size)
@@ -199,7 +197,7 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """The number of frames that a video model takes at once; 0 for models of single pictures."""
+    """Return the number of frames that a video model processes at once, or 0 for a model that processes single pictures."""
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0
 
@@ -209,9 +207,8 @@ def _about(image: Image, name: str) -> str:
 
 
 def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The arguments for the decoder of a model that encodes pictures or sounds, and how they were made; empty without a decoder.
-
-    tokens: the token ids [positions]; None for the decoder's start token and random ones.
+    """Return the decoder's arguments for a model that encodes pictures or audio, and phrases that state how they were created. Both
+    are empty without a decoder. tokens: the token ids [positions]; if None, the decoder's start token and random tokens are used.
     """
     config = model.module.config
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in parameters(model.module):

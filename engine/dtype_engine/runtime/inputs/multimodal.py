@@ -1,4 +1,4 @@
-"""Inputs of text together with a picture or a sound: for captioning, contrastive, and vision language models."""
+"""Inputs with text and a picture or audio: for captioning models, contrastive models, and vision language models."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _RANDOM_TOKENS = 8
 
 
 def is_contrastive(model: LiveModel) -> bool:
-    """Whether the model compares texts with pictures or sounds, as CLIP does."""
+    """Return whether the model compares texts with pictures or audio, as CLIP does."""
     return hasattr(model.module, "get_text_features") and "input_ids" in parameters(model.module)
 
 
 def image_token(model: LiveModel) -> int | None:
-    """The id of the token that a language model replaces with a feature of a picture; None for models without such a token."""
+    """Return the id of the token that a language model replaces with a picture feature, or None if the model has no such token."""
     ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
     return next((token for token in ids if isinstance(token, int)), None)
 
 
 def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Calls with pictures and texts, for a model that takes both. Raises UserError and NoForward."""
+    """Return calls with pictures and texts, for a model that accepts both. Raises UserError and NoForward."""
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _compared(model, options, pictures, made_of)
@@ -64,9 +64,9 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str, Any], str | None, str]:
-    """Texts as the padded rows of one call, then the text to show and a phrase that says how the rows were made.
+    """Return the texts as padded rows of one call, the text for display, and a phrase that states how the rows were created.
 
-    Raises UserError if the user gave the texts and the model has no tokenizer.
+    Raises UserError if the user provided the texts and the model has no tokenizer.
     """
     names = parameters(model.module)
     tokenizer = tokenizer_of(model)
@@ -93,13 +93,13 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """Pairs in which every picture and every text occurs: the shorter list is repeated."""
+    """Pair every picture with a text and every text with a picture, by repeating the shorter list."""
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
-    """One call with all pictures and all texts, for a contrastive model."""
+    """Return one call with all pictures and all texts, for a contrastive model."""
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given)
     shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
@@ -115,7 +115,7 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
-    """One call for each picture and prompt, with one image token in the text for each feature of the picture."""
+    """Return one call for each pair of a picture and a prompt. The text has one image token for each feature of the picture."""
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
     batches, how = [], set()
@@ -142,7 +142,7 @@ def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: 
 
 
 def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str) -> dict[str, Any] | None:
-    """The arguments that the model's processor makes of a picture and a prompt; None if it fails."""
+    """Return the arguments that the model's processor creates from a picture and a prompt, or None if the processor fails."""
     if picture.image is None:
         return None
     try:
@@ -159,8 +159,8 @@ def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str)
 
 
 def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: int) -> tuple[dict[str, Any], str]:
-    """The arguments for a picture and a prompt without the model's processor, with as many image tokens as the model makes features
-    of the picture. Then how the text was made.
+    """Return the arguments for a picture and a prompt, created without the model's processor, and a phrase that states how the text
+    was created. The text has as many image tokens as the model computes picture features.
     """
     config = model.module.config
     names = parameters(model.module)
@@ -180,7 +180,7 @@ def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: 
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """The number of positions that a picture takes in the text, found by running the model's vision part. Raises NoForward."""
+    """Return the number of positions that a picture occupies in the text, by running the model's vision part. Raises NoForward."""
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

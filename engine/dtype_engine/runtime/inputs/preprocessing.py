@@ -1,5 +1,5 @@
-"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor with several of
-them.
+"""The preprocessing in a model's folder: a tokenizer, an image processor, a feature extractor, or a processor that combines several
+of these.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.t
 _MOST_OFFSET = 8
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FAILURES = (Exception,)
-"""The errors that transformers and tokenizers raise for damaged files or missing packages have no common class but this."""
+"""The errors that transformers and tokenizers raise for damaged files or missing packages have no narrower common class."""
 
 
 def tokenizer_of(model: LiveModel) -> Any:
-    """The tokenizer in the model's folder; None if there is none or it can't be loaded."""
+    """Return the tokenizer in the model's folder, or None if the folder has none or it can't be loaded."""
     from transformers import AutoTokenizer
 
     return _loaded(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
 
 
 def image_processor_of(model: LiveModel) -> Any:
-    """The image processor in the model's folder; None if there is none or it can't be loaded."""
+    """Return the image processor in the model's folder, or None if the folder has none or it can't be loaded."""
     from transformers import AutoImageProcessor
 
     return _loaded(model, _PROCESSORS, AutoImageProcessor.from_pretrained)
 
 
 def feature_extractor_of(model: LiveModel) -> Any:
-    """The feature extractor for sounds in the model's folder; None if there is none or it can't be loaded."""
+    """Return the feature extractor for audio in the model's folder, or None if the folder has none or it can't be loaded."""
     from transformers import AutoFeatureExtractor
 
     return _loaded(model, _PROCESSORS, AutoFeatureExtractor.from_pretrained)
 
 
 def processor_of(model: LiveModel) -> Any:
-    """The processor for text and pictures together in the model's folder; None if there is none or it can't be loaded."""
+    """Return the processor for text and pictures in the model's folder, or None if the folder has none or it can't be loaded."""
     from transformers import AutoProcessor
 
     processor = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
@@ -54,7 +54,7 @@ def processor_of(model: LiveModel) -> Any:
 
 
 def no_tokenizer(model: LiveModel) -> str:
-    """Why there is no tokenizer, as the end of a sentence that begins with "the folder"."""
+    """Explain why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
     from transformers import AutoTokenizer
 
     try:
@@ -76,7 +76,7 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """What `load` returns for the model's folder; None if the folder has none of these files. Raises `_FAILURES`."""
+    """Return the result of `load` for the model's folder, or None if the folder has none of these files. Raises `_FAILURES`."""
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None
@@ -88,23 +88,23 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:
-    """The names of the arguments of a model's forward pass."""
+    """Return the argument names of a model's forward pass."""
     return tuple(inspect.signature(module.forward).parameters)
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the language model, or all of it if the model takes only text."""
+    """Return the part of a configuration that describes the language model, or all of it if the model accepts only text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def vocabulary(model: LiveModel) -> int | None:
-    """The number of token ids in the model's vocabulary; None if its configuration does not say."""
+    """Return the number of token ids in the model's vocabulary, or None if its configuration does not specify it."""
     size = getattr(text_config(model.module.config), "vocab_size", None)
     return int(size) if size else None
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The results of a processor that are arguments of the forward pass, with lists of tensors stacked into one tensor."""
+    """Return the processor results that are arguments of the forward pass. A list of tensors is stacked into one tensor."""
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {
@@ -114,16 +114,16 @@ def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
-    """Token ids drawn uniformly from the vocabulary: int64 [rows, length], the same in every run."""
+    """Draw token ids uniformly from the vocabulary: int64 [rows, length], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
 
 
 def learned_positions(module: nn.Module) -> int | None:
-    """The number of positions in the learned position embedding of the text; None for other position encodings.
+    """Return the number of positions in the text's learned position embedding, or None for other position encodings.
 
-    It is the embedding with as many rows as the configuration names positions, or a few more: RoBERTa and similar models number
-    positions from the id after their padding token's and never use the rows before it.
+    This embedding has as many rows as the configuration has positions, or a few more: RoBERTa and similar models number positions
+    from the id after the padding token's id and never use the rows before it.
     """
     config = text_config(module.config)
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)

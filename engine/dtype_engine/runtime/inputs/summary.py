@@ -13,7 +13,7 @@ _SHOWN = 160
 
 
 def summarize(inputs: Inputs) -> InputsSummary:
-    """A summary of all inputs."""
+    """Return a summary of all inputs."""
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
     made_of = inputs.made_of or (f"given by {inputs.description}",)
@@ -21,8 +21,8 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """The calls that show whether the model runs on these inputs: the first call of each set of shapes and dtypes if the user gave
-    tensors; otherwise only the first call, since this program made all of them in the same way.
+    """Return the calls that are enough to check whether the model runs on these inputs: the first call of each set of shapes and
+    dtypes if the user provided tensors; otherwise only the first call, since this program created all calls in the same way.
     """
     if inputs.made:
         return list(inputs.batches[:1])
@@ -45,7 +45,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """The number of token positions in a call, those of the decoder if it has its own tokens; None without tokens."""
+    """Return the number of token positions in a call (of the decoder if it has tokens of its own), or None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

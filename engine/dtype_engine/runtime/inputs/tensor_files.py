@@ -1,4 +1,4 @@
-"""Reading the arguments of a forward pass from a file of tensors, which has them under the arguments' names."""
+"""Reading the arguments of a forward pass from a file of tensors, whose names are the argument names."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, to
 
 
 def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
-    """The calls in a `.safetensors`, `.npz` or `.pt` file. Token ids become int64.
+    """Read the calls in a `.safetensors`, `.npz` or `.pt` file. Token ids become int64.
 
-    A call is a dictionary of arguments, a tuple of arguments, or one tensor. Several calls are a list of these in a `.pt` file; in
-    the other formats the names of tensors begin with the number of the call (`0.input_ids`, `1.input_ids`). Raises UserError for
-    a file that can't be read and for tensors that do not fit the model's forward pass.
+    A call is a dictionary of arguments, a tuple of arguments, or a single tensor. A `.pt` file may hold a list of calls. In the
+    other formats, tensor names begin with the number of the call if there are several (`0.input_ids`, `1.input_ids`). Raises
+    UserError for a file that can't be read and for tensors that do not fit the model's forward pass.
     """
     given = from_values(read_tensors(path), path.name)
     batches = tuple(_as_ids(batch) for batch in given.batches)
@@ -44,7 +44,7 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
 
 
 def read_tensors(path: Path) -> Any:
-    """The content of a file of tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
+    """Return the content of a file of tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         return _calls(path, _safetensors(path))
@@ -81,7 +81,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
                 tensors[name] = tensors[name].reshape(array.shape)
     except UserError:
         raise
-    except Exception as error:  # what numpy and zipfile raise for a damaged file has no common class
+    except Exception as error:  # the errors of numpy and zipfile for a damaged file have no common class
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
     return tensors
 
@@ -102,14 +102,14 @@ def _pickle(path: Path) -> Any:
         raise UserError(
             f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
         ) from None
-    except Exception as error:  # nor has what torch.load raises
+    except Exception as error:  # nor have the errors of torch.load
         if "unexpected EOF" in str(error):
             raise UserError(f"{path} is cut short: its last tensors are missing; copy or write it again") from None
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Named tensors as one call, or as several calls if every name begins with a number."""
+    """Return named tensors as a list of calls if every name begins with a number, and as a single call otherwise."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}
@@ -137,7 +137,7 @@ def _checked(path: Path, value: Any) -> Any:
 
 
 def _as_ids(batch: Batch) -> Batch:
-    """The same call with token ids in int64, the dtype that embeddings take."""
+    """Return the same call with token ids in int64, the dtype that embeddings accept."""
     kwargs = {
         name: value.long()
         if name in ID_ARGUMENTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS

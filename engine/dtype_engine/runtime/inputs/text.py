@@ -38,16 +38,16 @@ BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
 
 @dataclass(frozen=True, slots=True)
 class TextSample:
-    """A text as the user gave it: plain, or as the messages of a conversation."""
+    """A text from the user: either plain text or the messages of a conversation."""
 
     text: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     where: str = ""
-    """The place of the text, for errors: `prompt 2`, or a file and a line."""
+    """The origin of the text for error messages: `prompt 2`, or a file and a line."""
 
 
 def text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Sequences of token ids for a language model, an encoder, or an encoder and its decoder. Raises UserError."""
+    """Return sequences of token ids for a language model, an encoder, or an encoder and its decoder. Raises UserError."""
     config = model.module.config
     longest = sequence_length(model, options)
     tokenizer = tokenizer_of(model)
@@ -87,7 +87,7 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def sequence_length(model: LiveModel, options: Options) -> int:
-    """The largest number of tokens in a sequence. Raises UserError if the user asks for more than the model has positions."""
+    """Return the maximum number of tokens in a sequence. Raises UserError if the user requests more than the model supports."""
     named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
     known = min(named, learned_positions(model.module) or _ANY_LENGTH)
     if options.sequence_length is not None:
@@ -100,7 +100,7 @@ def sequence_length(model: LiveModel, options: Options) -> int:
 
 
 def sources(options: Options) -> str:
-    """A phrase that says where the text comes from."""
+    """Return a phrase that names the origin of the text."""
     names = []
     if options.prompts:
         names.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
@@ -111,7 +111,7 @@ def sources(options: Options) -> str:
 
 
 def text_samples(options: Options) -> Iterator[TextSample]:
-    """The user's prompts, then the texts in the user's files: one for each file, or one for each line of a JSONL file.
+    """Yield the user's prompts, then the texts in the user's files: one for each file, or one for each line of a JSONL file.
 
     Raises UserError for a file that can't be read.
     """
@@ -125,7 +125,7 @@ def text_samples(options: Options) -> Iterator[TextSample]:
 
 
 def read_jsonl(path: Path) -> Iterator[TextSample]:
-    """One text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the
+    """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the
     line.
     """
     for number, line in enumerate(read_text(path).splitlines(), 1):
@@ -158,9 +158,9 @@ def _is_message(message: object) -> bool:
 
 
 def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple[torch.Tensor, str]:
-    """A text as token ids, int64 [positions], and the text that was encoded, after the chat template.
+    """Return a text as token ids, int64 [positions], and the text that was encoded, with the chat template applied.
 
-    Raises UserError for a text without tokens, and for a conversation if there is no chat template or it fails.
+    Raises UserError for a text without tokens, and for a conversation if there is no chat template or the template fails.
     """
     if sample.messages or chat:
         messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
@@ -175,7 +175,7 @@ def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple
 
 
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
-    """A conversation as the text that the tokenizer's chat template makes of it. Raises UserError.
+    """Convert a conversation to text with the tokenizer's chat template. Raises UserError.
 
     opens: whether the text ends with the words that begin an answer.
     """
@@ -188,7 +188,7 @@ def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: s
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
-    """The texts for a model that also takes a picture or a sound, and whether the user gave them. Raises UserError."""
+    """Return the texts for a model that also accepts a picture or audio, and whether the user provided them. Raises UserError."""
     texts = []
     for sample in text_samples(options):
         if sample.messages:
@@ -198,7 +198,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """The call of the model with one sequence of token ids, [positions]."""
+    """Return the call of the model with a single sequence of token ids [positions]."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -212,9 +212,9 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Add to inputs that the user gave as tensors the tokens that a causal language model should predict.
+    """Add the tokens that a causal language model should predict to inputs that the user provided as tensors.
 
-    These are the labels if the call has them, otherwise the token ids; padding (attention mask 0) has none.
+    These tokens are the labels if the call has labels, and otherwise the token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 
@@ -234,7 +234,7 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
-    """The token that a causal language model should predict at each position, -100 for none; None for other models."""
+    """Return the token that a causal language model should predict at each position (-100: no token), or None for other models."""
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return None

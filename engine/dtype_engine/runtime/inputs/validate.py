@@ -1,4 +1,4 @@
-"""Checking that the user's tensors fit a model's forward pass, before anything is run."""
+"""Checking that the user's tensors fit a model's forward pass, before the model runs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 
 
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
-    """Check a call against the signature of the forward pass and the configuration of the model.
+    """Check a call against the signature of the forward pass and the model's configuration.
 
-    where: the place of the inputs, with which the error begins. Raises UserError for unknown and missing arguments and for tensors
-    whose dtype or shape the model can't take.
+    where: the origin of the inputs, with which error messages begin. Raises UserError for unknown and missing arguments and for
+    tensors whose dtype or shape the model does not accept.
     """
     _check_names(model, batch, where)
     config = getattr(model.module, "config", None)
     if config is None:
-        return  # what the arguments of the user's own module mean is not known
+        return  # the meaning of the user's own module's arguments is unknown
     for name, value in batch.kwargs.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -47,7 +47,7 @@ def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
     for mask, of in _MASKS.items():
         one, other = batch.kwargs.get(mask), batch.kwargs.get(of)
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.ndim != 2:
-            continue  # what masks of more dimensions mean depends on the model
+            continue  # the meaning of masks with more dimensions depends on the model
         if one.shape != other.shape:
             raise UserError(f"{where}: {mask} is {_shape(one)} and {of} is {_shape(other)}: they must be the same")
 
@@ -98,7 +98,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
-    """The number of different ids that an argument may hold; None if that is not known."""
+    """Return the number of different ids that an argument may hold, or None if that is unknown."""
     config = model.module.config
     if name == "token_type_ids":
         size = getattr(text_config(config), "type_vocab_size", None)
@@ -111,7 +111,7 @@ def _id_count(model: LiveModel, name: str) -> int | None:
         embedding = model.module.get_input_embeddings()  # type: ignore[operator]
     except (AttributeError, NotImplementedError, TypeError):
         embedding = None
-    # In some models the ids of picture and sound tokens lie beyond the embedding, and features replace these tokens.
+    # In some models the ids of picture and audio tokens lie beyond the embedding, and features replace these tokens.
     special = [
         value
         for key in ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")

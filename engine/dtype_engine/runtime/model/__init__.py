@@ -1,1 +1,1 @@
-"""Loading a model: from the path, id or module that a user names to a live `nn.Module`."""
+"""Loading a live `nn.Module` from the path, id or Python module that a user names."""

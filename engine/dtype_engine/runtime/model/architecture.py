@@ -1,4 +1,4 @@
-"""The model class and the configuration of a checkpoint, from its `config.json`, which is checked before a model is made."""
+"""The model class and configuration of a checkpoint, from its `config.json`, which is checked before the model is built."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""The most modules of a model, as a constant and a number for each tensor. Real models have fewer than three modules for each
-tensor, except small ones that share layers or have many modules without tensors.
+"""Maximum number of modules in a model: a constant, plus a number for each tensor. Real models have fewer than three modules for
+each tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""The most bytes of a module's tensors that its files do not hold, as a constant and a number for each byte of the files. Weights
-packed in two bits take a sixteenth of float32.
+"""Maximum number of bytes of module tensors that are missing in the files: a constant, plus a number for each byte of the files.
+Weights packed in two bits need a sixteenth of the memory of float32.
 """
 _LONGEST_REASON = 300
 
@@ -53,22 +53,22 @@ class Misfit(NoForward):
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """A model class of transformers and the configuration with which it is made."""
+    """A transformers model class and the configuration with which it is constructed."""
 
     model_class: Any
-    """The class; an auto class for a model that brings its own code."""
+    """The class, or an auto class for a model that brings its own code."""
     config: Any
     notices: tuple[str, ...] = ()
-    """What in `config.json` is ignored or interpreted in another way."""
+    """Notices of the entries in `config.json` that are ignored or interpreted in another way."""
     trust_remote_code: bool = False
     """Whether the code that comes with the checkpoint may run."""
 
 
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
-    """The architecture of a checkpoint, named by its `config.json` or by `options`.
+    """Return the architecture of a checkpoint, named by its `config.json` or by `options`.
 
-    Raises NoForward if this transformers does not have the architecture or the configuration is impossible, and UserError if the
-    name in `options` is not a model class.
+    Raises NoForward if the installed transformers does not have the architecture or the configuration is impossible, and UserError
+    if the name in `options` is not a model class.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = checkpoint.config or {}
@@ -81,9 +81,9 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Make the module without data, on the meta device, and find the place of each tensor of the files in it.
+    """Construct the module without data, on the meta device, and find the place of each tensor of the files in it.
 
-    Raises NoForward if the module can't be made or does not match the tensors of the files.
+    Raises NoForward if the module can't be constructed or does not match the tensors of the files.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     auto = getattr(chosen.model_class, "from_config", None)
@@ -98,7 +98,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
 
 
 def without_quantization(config: Any) -> Any:
-    """A copy of a configuration without its quantisation. Making a model changes the copy and not the original."""
+    """Return a copy of a configuration without its quantisation settings. Constructing a model changes only the copy."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -107,18 +107,18 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """Turn anything that transformers or torch raises while the block runs into NoForward, with one sentence."""
+    """Convert any exception that transformers or torch raises while the block runs to NoForward with a one-sentence message."""
     try:
         with exits_as_errors():
             yield
     except (UserError, MemoryError):
         raise
-    except Exception as error:  # what wrong values in a configuration raise has no common class
+    except Exception as error:  # the errors for wrong values in a configuration have no common class
         raise NoForward(f"{folder}: transformers can't make this model of its config.json: {reason(error)}") from error
 
 
 def reason(error: BaseException) -> str:
-    """The message of an exception of transformers in one line, without Python syntax."""
+    """Return the message of an exception from transformers in one line, without Python syntax."""
     text = " ".join(str(error).split()).replace("`", "'")
     field = re.match(r"Validation error for field '(\w+)': \w+: (.*)", text)
     if field is not None:
@@ -163,7 +163,7 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """The auto class under which `auto_map` has the class that `architectures` names, else one for the model with its head."""
+    """Return the auto class under which `auto_map` has the class in `architectures`, or else that for the model with its head."""
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
     by_name = [key for key in models if str(keys[key]).rpartition(".")[2] in named]
@@ -172,7 +172,7 @@ def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...])
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names under `architectures`, and a notice if that is not a list of names."""
+    """Return the names under `architectures`, and a notice if that entry is not a list of names."""
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()
@@ -183,7 +183,7 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """The notice that the model is opened without its head, because no model class of transformers is named."""
+    """Return the notice that the model is opened without its head, because no transformers model class is named."""
     from transformers.models.auto import modeling_auto
 
     with_head = next(
@@ -206,7 +206,7 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
 
 
 def _class_named(transformers: ModuleType, name: str) -> Any:
-    """The model class of transformers with this name; None if there is none."""
+    """Return the transformers model class with this name, or None if there is none."""
     if not name.isidentifier():
         return None
     try:
@@ -230,7 +230,7 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
-    """The configuration, in the class that the model class takes; for a part of a composite model that is the part's configuration.
+    """Return the configuration in the class that the model class uses: for a part of a composite model, the part's configuration.
 
     Raises NoForward.
     """
@@ -245,7 +245,7 @@ def _configuration(transformers: ModuleType, model_class: Any, folder: Path, opt
 
 @contextmanager
 def _few_modules(tensors: int) -> Iterator[None]:
-    """Raise NoForward while a module is being made that has far more parts than this number of tensors can fill."""
+    """Raise NoForward if a module under construction has far more submodules than this number of tensors can fill."""
     from torch.nn.modules.module import register_module_module_registration_hook
 
     most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
@@ -270,8 +270,8 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward if a module does not match a checkpoint: most tensors have no place in it, a shape differs, or the tensors
-    that the files lack would take far more memory than the files.
+    """Raise NoForward if a module does not match a checkpoint: most tensors have no place in the module, a shape differs, or the
+    tensors missing in the files would need far more memory than the files.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -1,7 +1,8 @@
 """Filling the non-persistent buffers of a model that brings its own code. No file holds such buffers.
 
-`from_pretrained` makes a model without data and allocates such buffers afterwards. Only the classes of transformers itself are sure
-to fill them; in others they may hold whatever was in memory (transformers issue 48892), so their constructor makes them again.
+`from_pretrained` constructs a model without data and allocates such buffers afterwards. Only the classes of transformers itself are
+sure to fill them. Buffers of other classes may hold whatever was in memory (transformers issue 48892) until their constructor is
+called again.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.torch_private import own_tensors
 
 _COMPLETE = ("transformers.", "torch.")
-"""The packages whose classes fill their own buffers when a model is loaded."""
+"""Prefixes of the packages whose classes fill their own buffers when a model is loaded."""
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Compare every non-persistent buffer of a loaded model with what its constructor makes on the CPU, and put that in its place
-    where the two differ. Returns notices of what was replaced and of what the constructor could not make.
+    """Compare every non-persistent buffer of a loaded model with the buffer that the constructor creates on the CPU, and replace it
+    if they differ. Returns notices of the replaced buffers and of buffers that the constructor could not create.
 
-    dtype: the default dtype while the constructor runs, as it was when the model was loaded.
+    dtype: the default dtype during construction, the same as when the model was loaded.
     """
     buffers = _non_persistent(module)
     if not buffers or all(type(part).__module__.startswith(_COMPLETE) for part in module.modules()):
@@ -84,8 +85,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _parameters_without_data() -> Iterator[None]:
-    """While the block runs, move each parameter to the meta device when it is registered, so that a constructor takes memory for
-    one parameter at a time.
+    """While the block runs, move each parameter to the meta device when it is registered, so that a constructor needs memory for
+    only one parameter at a time.
     """
 
     def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors inside the containers that a forward pass takes and returns: lists, tuples, mappings, dataclasses and packed sequences,
+"""Tensors inside the containers that a forward pass accepts and returns: lists, tuples, mappings, dataclasses and packed sequences,
 nested in any way.
 """
 
@@ -16,7 +16,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """What a container holds, each part with its key, field or index; nothing for any other value."""
+    """Yield the parts of a container, each with its key, field or index. Any other value has no parts."""
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):
@@ -27,7 +27,7 @@ def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in a value, named by `name` and the dotted path to it."""
+    """Yield every tensor in a value with its name: `name` and the dotted path to the tensor."""
     if isinstance(value, torch.Tensor):
         yield name, value
     for part, item in parts_of(value):
@@ -35,8 +35,8 @@ def named_tensors_in(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]
 
 
 def with_tensors(value: Any, change: Change) -> Any:
-    """The same value with `change` applied to every tensor in it. Containers of tensors are copied; everything else stays the very
-    object that it was, and so do the lengths of a packed sequence, which torch keeps on the CPU.
+    """Return a value with `change` applied to every tensor in it. Containers of tensors are copied. All other objects stay the same
+    objects, including the lengths of a packed sequence, which torch keeps on the CPU.
     """
     if isinstance(value, torch.Tensor):
         return change(value)

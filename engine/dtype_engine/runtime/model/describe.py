@@ -1,7 +1,7 @@
-"""The description of a model that all commands share: one tree with module classes and tied weights, in the stored dtypes.
+"""The model description that all commands share: one tree with module classes and tied weights, in the stored dtypes.
 
-For most checkpoints it follows from the headers of the files and the architecture on the meta device. A Python source, or a pickle
-that holds a whole module, is loaded for it. If the architecture is not known, the tree follows from the files alone.
+For most checkpoints, it is derived from the file headers and the architecture on the meta device. A Python source, or a pickle that
+holds a whole module, has to be loaded first. If the architecture is unknown, the tree is derived from the files alone.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from dtype_engine.runtime.model.stored_tree import NOT_USED, stored_tree
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The tree of a model, and what else is known about it."""
+    """The tree of a model, and further known facts about the model."""
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """For each module class in the tree, the names of the module classes from which it derives."""
+    """The names of the base classes of each module class in the tree."""
     model_type: str | None
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """The tensor of the tree that each tensor of the files becomes. A tensor without an entry has the same name in both."""
+    """The tensor in the tree for each tensor of the files. A tensor without an entry has the same name in both."""
     class_name: str = ""
     """The class that the configuration names; "" where no class is known."""
     coverage: Coverage | None = None
@@ -44,9 +44,9 @@ class ModelDescription:
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """Describe a model. If its architecture is not known, the description has no module classes.
+    """Describe a model. If its architecture is unknown, the description has no module classes.
 
-    checkpoint: the headers of `source`, if they have been read already. Raises UserError.
+    checkpoint: the headers of `source`, if they were read before. Raises UserError.
     """
     options = dataclasses.replace(options, device="cpu")
     if checkpoint is None:

@@ -11,11 +11,11 @@ from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
 _VALUES_AT_ONCE = 1 << 20
-"""The number of values that are dequantized at once: the package allocates several float32 arrays of this size."""
+"""Number of values that are dequantized at once. The gguf package allocates several float32 arrays of this size."""
 
 
 def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
-    """The float32 values that `gguf.quants.dequantize` gives for a tensor in blocks, in the tensor's shape.
+    """Return the float32 values that `gguf.quants.dequantize` computes for a tensor in a block format, in the tensor's shape.
 
     Raises UserError if the file can't be read.
     """

@@ -1,8 +1,7 @@
-"""The names of transformers (and one of diffusers) that are used although they are not public; tested with transformers 5.18 to
-5.23.
+"""All private names of transformers (and one of diffusers) that this program uses, tested with transformers 5.18 to 5.23.
 
-If a version lacks such a name, each function falls back as its docstring says, and `tests/engine/runtime/model/test_hf_private.py`
-fails with a sentence that names it.
+If a version lacks one of these names, each function falls back as its docstring states, and
+`tests/engine/runtime/model/test_hf_private.py` fails with a sentence that names it.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from torch import nn
 
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
-    """The patterns of names that a module's class declares to keep in float32, as (regular expression, attribute). They are
-    searched for in the names of the tensors below the module.
+    """Return the name patterns of tensors that a module's class declares to keep in float32, as (regular expression, attribute).
+    They are searched for in the names of the tensors below the module.
 
-    In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` means every module with that
-    word in its dotted name. In diffusers the attribute is `_skip_layerwise_casting_patterns`. Without these names: none.
+    In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module with
+    this word in its dotted name. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without them has no
+    patterns.
     """
     declared = [
         (rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute)
@@ -33,10 +33,10 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
-    """A subclass of `model_class` whose `from_pretrained` loads every tensor in the dtype that `dtypes_of(module)` has for its
-    name.
+    """Return a subclass of `model_class` whose `from_pretrained` loads every tensor in the dtype to which `dtypes_of(module)` maps
+    the tensor's name.
 
-    Without `_get_dtype_plan`: `model_class` itself, which loads all tensors in one dtype.
+    If `_get_dtype_plan` is missing, return `model_class` itself, which loads all tensors in one dtype.
     """
     if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
         return model_class
@@ -53,9 +53,9 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
 
 @contextmanager
 def without_questions() -> Iterator[None]:
-    """While the block runs, transformers raises ValueError where it would ask on standard input whether a model's code may run.
+    """While the block runs, make transformers raise ValueError instead of asking on standard input whether a model's code may run.
 
-    Without `TIME_OUT_REMOTE_CODE`, the number of seconds that it waits for an answer: nothing changes.
+    If `TIME_OUT_REMOTE_CODE`, the seconds for which transformers waits for an answer, is missing, nothing changes.
     """
     try:
         from transformers import dynamic_module_utils
@@ -76,11 +76,11 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Where tensors of the files go that transformers renames or packs when it loads them, by their names in the files.
+    """Return the live place of each tensor of the files that transformers renames or packs on loading, keyed by its name there.
 
-    For each: the name in `live`; whether the tensor is only a part of that weight; and the place of the part, as the index of its
-    matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are stacked in the
-    rows of that matrix. The place is None if parts are combined in any other way. Without the functions of transformers: none.
+    Each value has three items: the name in `live`, whether the tensor is only a part of that weight, and the place of the part: the
+    index of its matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are
+    stacked in the rows of that matrix. The place is None if parts are combined in any other way. Empty if a function is missing.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -92,9 +92,9 @@ def converted_names(
 
 
 def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """The names by which transformers reports these tensors of the files, for example as unused.
+    """Return the names under which transformers reports these tensors of the files, for example as unused.
 
-    Without the functions of transformers: the same names.
+    If the transformers functions for renaming are missing, the names are returned unchanged.
     """
     try:
         return {new for new, _ in _renamed(module, names, module.state_dict())[0].values()}
@@ -103,9 +103,9 @@ def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Those of these tensors of the files that transformers transposes when it loads them.
+    """Return the names of the tensors of the files that transformers transposes on loading.
 
-    Without the functions of transformers: none.
+    If the transformers functions for conversions are missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, module.state_dict())
@@ -123,7 +123,7 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """The name that each tensor has once it is loaded, with the pattern of its converter (None without one); and all converters."""
+    """Return each tensor's name after loading with the pattern of its converter (None without a converter), and all converters."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -137,16 +137,16 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""The operations with which transformers combines parts: `_STACKED` makes each part one matrix, `_STACKED_BELOW` also stacks the
-rows of several parts in each matrix, and `_BELOW` stacks the rows of all parts in one matrix.
+"""The operations with which transformers combines parts. `_STACKED` turns each part into one matrix. `_STACKED_BELOW` also stacks
+the rows of several parts in each matrix. `_BELOW` stacks the rows of all parts in one matrix.
 """
 
 
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """The place of each part, as `converted_names` gives it. found: the live name of each part, and the pattern of its
-    converter.
+    """Return the place of each part, in the form that `converted_names` returns. found: the live name of each part, and the pattern
+    of its converter.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
@@ -172,22 +172,22 @@ def _places(
 
 
 def implementation(config: Any, of: str) -> str | None:
-    """The kernel that one configuration names for attention ("attn") or "experts"; None if it names none."""
+    """Return the kernel that a configuration names for attention (`of="attn"`) or for experts (`of="experts"`), or None."""
     named: str | None = getattr(config, f"_{of}_implementation_internal", None)
     return named
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Set the kernel for attention ("attn") or "experts" in one configuration, but not in the configurations inside it."""
+    """Set the kernel for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not in its nested ones."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
-    """Use another attention implementation in a transformers model while the block runs. Gives its name, or None if there is no
-    other.
+    """Use another attention implementation in a transformers model while the block runs. Yields its name, or None if the model has
+    no other implementation.
 
-    Without `_can_set_attn_implementation`: None.
+    If `_can_set_attn_implementation` is missing, nothing changes and None is yielded.
     """
     before = [(config, implementation(config, "attn")) for config in _configs(module)]
     now = getattr(getattr(module, "config", None), "_attn_implementation", None)
@@ -209,7 +209,7 @@ def other_attention(module: nn.Module) -> Iterator[str | None]:
 
 
 def _configs(module: nn.Module) -> list[Any]:
-    """Every configuration in a transformers model, including those of its parts."""
+    """Return every configuration in a transformers model, including the configurations of its parts."""
     configs: dict[int, Any] = {}
     waiting = [config for part in module.modules() if (config := getattr(part, "config", None)) is not None]
     while waiting:

@@ -1,7 +1,7 @@
-"""Keeping transformers from fetching anything that the user did not ask for.
+"""Keeping transformers from downloading anything that the user did not request.
 
-A `config.json` may name repositories of the Hugging Face hub: a backbone, a kernel of native code for attention or experts, or the
-files of its code. transformers fetches these when it makes or runs a model, and `local_files_only` does not prevent all of it.
+A `config.json` may name repositories of the Hugging Face hub: a backbone, a native kernel for attention or experts, or Python code.
+transformers downloads from these repositories when it builds or runs a model, and `local_files_only` does not prevent all of that.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from dtype_engine.runtime.model.hf_private import implementation, set_implementa
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
-"""The implementations that transformers itself has in torch's operations. Other names are packages of native code, which
-transformers fetches from the hub if they are not installed.
+"""The expert implementations that transformers itself provides with torch operations. Any other name is a package of native code,
+which transformers downloads from the hub if it is not installed.
 """
 _ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
-"""Attributes that make `from_pretrained` read files other than the checkpoint's, or replace the model's code by other code."""
+"""Attributes that make `from_pretrained` read files other than the checkpoint's, or replace the model's code."""
 
 _DEEPEST = 20
 
 
 @contextmanager
 def offline(download: bool) -> Iterator[None]:
-    """While the block runs, huggingface_hub raises instead of reaching the network, unless `download` is set, and transformers
-    raises instead of asking on standard input whether a model's code may run.
+    """While the block runs, make transformers raise instead of asking on standard input whether a model's code may run. Also make
+    huggingface_hub raise instead of accessing the network, unless `download` is set.
 
-    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) once, when it is imported, into the constant set here.
+    huggingface_hub reads its environment variable (HF_HUB_OFFLINE) once, on import, into the constant that is changed here.
     """
     from huggingface_hub import constants
 
@@ -43,10 +43,10 @@ def offline(download: bool) -> Iterator[None]:
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
-    """Remove from a configuration of transformers, and from those inside it, everything that would load code from elsewhere.
-    Returns notices of what is ignored.
+    """Remove from a transformers configuration, and from its nested ones, everything that would load code from elsewhere. Returns
+    notices of the ignored entries.
 
-    written: the configuration as `config.json` has it.
+    written: the configuration as it is in `config.json`.
     """
     taken: set[str] = set()
     for part in _parts(config):
@@ -67,7 +67,7 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """The kind and the name of each kernel that a `config.json`, or a part in it, names and that is not part of transformers."""
+    """Yield the kind and name of each kernel in a `config.json` and its nested parts that does not belong to transformers."""
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))
         if kind is not None:
@@ -79,7 +79,7 @@ def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, 
 
 
 def _parts(config: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """A configuration and all configurations inside it, each once."""
+    """Yield a configuration and all its nested configurations, each once."""
     seen = set() if seen is None else seen
     if id(config) in seen or not hasattr(config, "to_diff_dict"):
         return

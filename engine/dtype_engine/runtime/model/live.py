@@ -1,8 +1,8 @@
 """A live `nn.Module` whose tensors are cast in place and restored.
 
 Every tensor keeps its identity: the `Parameter` object stays in the module, and only its data changes. The stored data, which is
-usually mapped from the checkpoint's file, is kept as long as the model. So a cast always starts from the stored values, and undoing
-it puts them back without a copy.
+usually mapped from the checkpoint's file, is kept as long as the model exists. So a cast always starts from the stored values, and
+undoing a cast restores the stored data without a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
 @dataclass(slots=True)
 class Weight:
-    """One distinct tensor of the module; tied weights are one."""
+    """One distinct tensor of the module. Tied weights are a single `Weight`."""
 
     info: TensorInfo
     tensor: torch.Tensor
@@ -45,26 +45,25 @@ class Weight:
     dtype: str
     """The name of the current dtype."""
     scale: torch.Tensor | None = None
-    """The scales of the current data; None for a computed dtype."""
+    """The scales of the current data, or None for a computed dtype."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """What a cast of the original loses, for each dtype in which that has been counted."""
+    """The losses of casting the original, keyed by dtype, for all dtypes whose losses were counted."""
     stashed: torch.Tensor | None = None
-    """The cast data, while a reference pass runs with the original in the module."""
+    """The cast data during a reference pass, in which the module has the original data; None at all other times."""
     stored_scale: torch.Tensor | None = None
-    """The scales that the checkpoint stores with this weight; None for a computed dtype. A weight with such scales is never cast.
-    """
+    """The scales stored with this weight, or None for a computed dtype. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()
-    """The weights that currently share one scale of the tensor with this one, itself included (NVFP4's fused siblings)."""
+    """The weights that currently share one tensor scale (NVFP4's fused siblings), including this one."""
     _amax: float | None = None
 
     @property
     def changed(self) -> bool:
-        """Whether the current dtype is not the stored one."""
+        """Whether the current dtype differs from the stored dtype."""
         return self.dtype != self.info.dtype
 
     @property
     def form(self) -> str:
-        """What, together with the stored data, determines the current values: the dtype, and the weights that share the scale."""
+        """A key that identifies the current values of this weight: its dtype, and the weights with which it shares a scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
@@ -75,7 +74,7 @@ class Weight:
         return self._amax
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
-        """Cast the stored values to `dtype`. sharing: the weights that share the scale of the tensor, this one included."""
+        """Cast the stored values to `dtype`. sharing: the weights that share a tensor scale, including this one."""
         amax = max((weight.amax for weight in sharing), default=None)
         shares = tuple(weight.info.name for weight in sharing)
         if shares != self.shares:
@@ -90,9 +89,9 @@ class Weight:
         self.dtype = dtype
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """What a cast of the stored values to `dtype` loses; it is counted once and remembered.
+        """Return the loss of casting the stored values to `dtype`. The result is cached.
 
-        cast: whether the weight is in this dtype and stays in it, so that the cast data is used. Raises Cancelled.
+        cast: whether the weight is in this dtype and stays in it, so that the existing cast data can be used. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -103,14 +102,14 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the current data and scales."""
+        """The number of bytes of the current data and scales."""
         held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """The weights that share one scale with the weight `name`, itself included, if all its fused siblings are in `dtype`; else
-    none.
+    """Return the weights that share one scale with the weight `name`, including this weight. The list is empty unless all fused
+    siblings are in `dtype`.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
@@ -119,31 +118,31 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 @dataclass
 class LiveModel:
-    """A module, its tree and its weights."""
+    """A module with its tree and its weights."""
 
     module: nn.Module
     title: str
     device: torch.device
     tree: Tree
     weights: dict[str, Weight]
-    """The weights by canonical name."""
+    """The weights, keyed by canonical name."""
     files: tuple[Path, ...] = ()
-    """The files of weights, which may be mapped."""
+    """The weights files, which may be mapped."""
     folder: Path | None = None
     """The folder with the configuration and the tokenizer."""
     checkpoint: Checkpoint | None = None
-    """The headers of the checkpoint; None for the user's own module."""
+    """The headers of the checkpoint, or None for the user's own module."""
     example_inputs: Callable[[], Any] | None = None
-    """The function of that name next to the user's own module."""
+    """The function `example_inputs` in the Python file of the user's own module."""
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
     """Whether Python code in the folder may run."""
     identities: tuple[FileIdentity, ...] = ()
-    """The identities of `files` before anything was read from them."""
+    """The identities of `files`, recorded before anything was read from these files."""
     coverage: Coverage | None = None
     """How many of its tensors the files of its checkpoint have; None where it has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
-    """The weights by the `id` of the tensor object in the module."""
+    """The weights, keyed by the `id` of the tensor object in the module."""
 
     @classmethod
     def wrap(
@@ -155,12 +154,12 @@ class LiveModel:
         placements: Mapping[str, Placement] | None = None,
         **rest: Any,
     ) -> LiveModel:
-        """Wrap a module: it is set to evaluation mode without gradients and moved to `device`, and its present tensors become the
+        """Wrap a module: set it to evaluation mode without gradients, move it to `device`, and keep its current tensors as the
         originals.
 
-        quantized: the storage dtype and the scales of each weight that is stored with scales, by one of its names. placements: the
-        place of each tensor of the files, for a module with a checkpoint. rest: further fields. Raises UserError if tensors have
-        no data, a module is compiled by TorchScript, or the module does not fit on the device.
+        quantized: the storage dtype and scales of each weight that is stored with scales, keyed by any of its names. placements:
+        the place of each tensor of the files, for a module with a checkpoint. rest: further fields of this class. Raises UserError
+        if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -223,10 +222,10 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
     ) -> None:
-        """Bring every tensor into its planned dtype. Tensors that are in it already are not touched, unless they are fused siblings
+        """Cast every tensor to its planned dtype. A tensor that already has this dtype is skipped, unless it is a fused sibling
         whose shared scale changes.
 
-        Each new tensor replaces its predecessor at once, so that memory is needed for the new tensors only. Raises Cancelled
+        Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. Raises Cancelled
         between two tensors; a later call with any plan continues from there.
         """
         shared = scale_groups(
@@ -253,11 +252,11 @@ class LiveModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The bytes of all tensors of the module at present: tied ones once, non-persistent buffers included."""
+        """The number of bytes of all current tensors of the module, with tied weights once and with non-persistent buffers."""
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
-        """The resident bytes on each device."""
+        """Return the number of resident bytes on each device."""
         sums: dict[str, int] = {}
         for weight in self.weights.values():
             device = str(weight.tensor.device)
@@ -267,8 +266,8 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Weights that other code has unpacked from quantised ones after loading, as compressed-tensors does in the first forward
-        pass.
+        """Return the weights that other code has unpacked from quantised weights after loading, as compressed-tensors does in the
+        first forward pass.
         """
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
@@ -278,9 +277,9 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """What the casts of the weights lose beyond rounding, for the weights that lose anything; each is counted only once.
+        """Return the losses of all weights whose casts lose more than rounding. Each loss is counted only once.
 
-        planned: the dtypes of a plan, for which only the stored values are read; None for the present casts. Raises Cancelled.
+        planned: the dtypes of a plan, which needs only the stored values; if None, the current casts are counted. Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
@@ -289,7 +288,7 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """The losses under a plan if all of them have been counted already, else None. Any thread may call this."""
+        """Return the losses under a plan if all of them were counted before, or None otherwise. Any thread may call this method."""
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]

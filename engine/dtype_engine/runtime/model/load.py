@@ -1,8 +1,8 @@
-"""Loading a live model from a source, by the loading code of transformers where there is a `config.json`.
+"""Loading a live model from a source, with transformers' loading code if there is a `config.json`.
 
-`from_pretrained` leaves the weights of Hugging Face folders mapped from the file. Where it changes stored dtypes (it brings a
-checkpoint of several dtypes into one, and widens `_keep_in_fp32_modules`), the stored tensors are put back, so that every weight
-has the dtype of its file.
+`from_pretrained` keeps the weights of Hugging Face folders mapped from the file. It changes some stored dtypes: it converts a
+checkpoint of several dtypes to one, and widens `_keep_in_fp32_modules`. In these cases the stored tensors are restored afterwards,
+so that every weight has the dtype of its file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ OnStep = Callable[[str], None]
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device for "cpu", "cuda" (or "cuda:1") or "auto". Raises UserError if it is not available."""
+    """Return the device for "cpu", "cuda" (or "cuda:1") or "auto". Raises UserError if the device is not available."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -67,7 +67,7 @@ def pick_device(wanted: str) -> torch.device:
 def load(source: Source, options: Options, on_step: OnStep = lambda step: None) -> LiveModel:
     """Open `source` as a live model on the device that `options` name.
 
-    on_step: called with the name of each step of loading. Raises NoForward if there are tensors but no architecture for them, and
+    on_step: called with the name of each step of loading. Raises NoForward if the source has tensors but no known architecture, and
     UserError for any other problem.
     """
     device = pick_device(options.device)
@@ -118,7 +118,7 @@ def _from_checkpoint(
 
 
 def _unpack(module: nn.Module) -> None:
-    """Let compressed-tensors unpack its weights now. Otherwise it would do so in the first forward pass, which may be cancelled."""
+    """Make compressed-tensors unpack its weights now. Otherwise it does so in the first forward pass, which may be cancelled."""
     compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
     if compressor is not None and hasattr(module, "ct_decompress_hook"):
         with quiet():
@@ -128,14 +128,14 @@ def _unpack(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with every weight as it is stored."""
+    """A loaded module with every weight in its stored dtype."""
 
     module: nn.Module
     quantized: dict[str, tuple[str, torch.Tensor]]
-    """The dtype and the scales of each weight in a storage dtype, by its name in the module."""
+    """The dtype and scales of each weight in a storage dtype, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """The tensor of the module that each tensor of the files has become."""
+    """The module's tensor for each tensor of the files."""
     coverage: Coverage | None = None
     """How many tensors of the module the files have; None for a module that was filled by `load_into`."""
 
@@ -143,7 +143,7 @@ class Loaded:
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
     """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
 
-    Raises NoForward if the architecture is not known or transformers can't load it.
+    Raises NoForward if the architecture is unknown or transformers can't load the module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.form in _NO_ARCHITECTURE:
@@ -190,7 +190,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
                 )
         except (UserError, MemoryError):
             raise
-        except Exception as error:  # what files and configurations make it raise has no common class
+        except Exception as error:  # its errors for bad files and configurations have no common class
             raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {reason(error)}") from error
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
@@ -225,10 +225,10 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
     """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
 
-    `from_pretrained` of transformers 5, by contrast, brings a checkpoint of several dtypes into one. A plain module has no place
-    for scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open`
-    keeps their codes and scales. module: for a checkpoint without `config.json`, the model that gets the weights, which is changed
-    in place. Raises UserError.
+    By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module has no place for
+    scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open` keeps
+    their codes and scales. module: for a checkpoint without `config.json`, the model that receives the weights. It is changed in
+    place. Raises UserError.
     """
     checkpoint = open_checkpoint(folder)
     loaded = (
@@ -274,11 +274,10 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Make a checkpoint's architecture without data, on the meta device, and find the place of each tensor of the files in it.
+    """Build a checkpoint's architecture without data, on the meta device, and find the place of each tensor of the files in it.
 
-    Returns None if the architecture is not known or can't be made. Raises UserError if transformers does not have the architecture
-    that `options` name, and Misfit if the tensors of the
-    files are not those of the architecture.
+    Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have the architecture
+    that `options` name, and Misfit if the tensors of the files are not those of the architecture.
     """
     if checkpoint.config is None:
         return None
@@ -295,14 +294,14 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, 
 
 
 def loading_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype in which a checkpoint is loaded: the widest stored float dtype, so that no value is rounded."""
+    """Return the dtype in which a checkpoint is loaded: its widest stored float dtype, so that no value is rounded."""
     return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """A variant of the class that loads every tensor in its stored dtype, if this transformers asks its classes for dtypes.
+    """Return a variant of the class that loads every tensor in its stored dtype, if the transformers version supports this.
 
-    Otherwise transformers converts tensors of other dtypes, and they have to be read from the file again afterwards.
+    Otherwise, transformers converts tensors of other dtypes, and these tensors have to be read from the file again afterwards.
     placements: filled during loading with the place of each tensor of the files.
     """
 
@@ -323,10 +322,10 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put weights into the module that an export stored with scales, where loading could not: their codes are packed, or the weight
-    is packed of several parts.
+    """Put weights that an export stored with scales into the module, if loading could not: their codes are packed, or the live
+    weight is packed from several parts.
 
-    Returns the dtype and scales of all weights that are stored with scales, by live name, and the names of those that are put here.
+    Returns the dtype and scales of all weights stored with scales, keyed by live name, and the live names of the weights put here.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -354,9 +353,9 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Put the stored data, mapped from the file, back into every tensor whose dtype loading has changed.
+    """Restore the stored data, mapped from the file, in every tensor whose dtype changed on loading.
 
-    A tensor that is packed of several stored ones is cast back to their dtype, which is exact, as loading only widened the values.
+    A tensor packed from several stored ones is cast back to their dtype. This is exact, since loading only widened the values.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -1,5 +1,5 @@
-"""Reading a tensor of a checkpoint by mapping its file: pages are read when they are used, and none stays resident once the tensor
-is freed.
+"""Reading a tensor of a checkpoint by mapping its file. Pages are read on first use, and none stays resident after the tensor is
+freed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """Map a tensor that is stored as one range of bytes, in its own dtype and shape; `read_tensor` reads all kinds of tensors.
+    """Map a tensor that is stored as a single range of bytes, in its own dtype and shape. `read_tensor` reads all kinds of tensors.
 
-    The mapping is private, so the file can't be written through it. Raises UserError if the file can't be read.
+    The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """
     byte_range = stored.bytes
     if byte_range is None:
@@ -50,16 +50,16 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
 
 
 def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
-    """The shape of a tensor in torch, where an element of `float4_e2m1fn_x2` is a byte with two values."""
+    """Return the shape of a tensor in torch, where an element of `float4_e2m1fn_x2` is a byte with two values."""
     if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
         return (*stored.shape[:-1], stored.shape[-1] // 2)
     return stored.shape
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Read a tensor as its file has it; a tensor in a block format of GGUF becomes float32 values.
+    """Read a tensor in the form that its file stores. A tensor in a GGUF block format becomes float32 values.
 
-    Raises UserError if the file can't be read or the tensor is of a kind without plain values (sparse, without data, ...).
+    Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
@@ -75,8 +75,8 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read the values of a weight of a checkpoint of any form: in the stored dtype, or in float32 for a weight that is stored with
-    scales or in a block format of GGUF.
+    """Read the values of a weight from a checkpoint of any form: in the stored dtype, or in float32 for a weight that is stored
+    with scales or in a GGUF block format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError, as `read_stored` does.
     """

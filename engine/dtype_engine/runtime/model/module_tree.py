@@ -1,4 +1,4 @@
-"""The tree of a module without files: its tensors in the module's order with all their names, and its classes."""
+"""The tree of a module without files: its tensors with all their names, in the module's order, and its module classes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Every distinct tensor of a module in the module's order, with all its names: the descriptions, and the tensors by first
-    name.
+    """Return the descriptions of all distinct tensors of a module, each with all its names, in the module's order; and the tensors,
+    keyed by first name.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -44,8 +44,8 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a tensor in a file, where each value counts; for torch, a byte with two values of `float4_e2m1fn_x2` is one
-    element.
+    """Return the shape that a tensor has in a file, where each value counts as an element. In torch, one element of
+    `float4_e2m1fn_x2` is a byte with two values.
     """
     if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])
@@ -53,9 +53,9 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """The tree of a module, with its classes and the modules that it declares to keep in float32.
+    """Return the tree of a module, with its module classes and the modules that it declares to keep in float32.
 
-    infos: the module's tensors, if they have been collected already.
+    infos: the module's tensors, if they were collected before.
     """
     listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})

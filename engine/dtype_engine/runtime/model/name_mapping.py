@@ -1,7 +1,7 @@
 """The mapping from the tensors of a checkpoint to those of a live module.
 
 Most tensors have the same name in both. But transformers adds or drops the prefix of the base model, renames tensors, and packs
-several tensors of a file into one parameter, such as the experts of a layer.
+several tensors of a file, such as the experts of a layer, into one parameter.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The live tensor that a stored tensor becomes."""
+    """The place of a stored tensor in the live module."""
 
     name: str
     """The name of the live tensor."""
     part: bool
-    """Whether the stored tensor is only a part of the live one."""
+    """Whether the stored tensor is only a part of the live tensor."""
     place: tuple[int | None, int] | None = None
     """The place of a part: the index of its matrix along the first dimension (None if the live tensor is one matrix), and its
-    position among the parts that are stacked in the rows of that matrix. None if parts are combined in another way, for example
-    transposed.
+    position among the parts that are stacked in the rows of that matrix. If the whole value is None, parts are combined in another
+    way, for example transposed.
     """
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """The place of each stored tensor in `module`, which may be on the meta device. Tensors without a place are left out."""
+    """Return the place of each stored tensor in `module`, which may be on the meta device. Tensors without a place are omitted."""
     live = module.state_dict()
     placements: dict[str, Placement] = {}
     rest: list[str] = []
@@ -53,7 +53,7 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """The weights whose stored dtype loading has to keep: those that can be cast, and those that an export stored with scales.
+    """Return the weights whose stored dtype loading has to keep: those that can be cast, and those exported with scales.
 
     Integers and weights that other programs quantised are left to transformers.
     """
@@ -65,7 +65,7 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """The stored dtype of each live tensor, by its live name; for a packed tensor the widest dtype of its parts."""
+    """Return the stored dtype of each live tensor, keyed by live name. For a packed tensor, it is the widest dtype of its parts."""
     by_live_name: dict[str, str] = {}
     for name, placement in placements.items():
         stored = checkpoint.dtype(name)

@@ -1,7 +1,7 @@
-"""Live weights that loading packs of several stored parts: the order of the parts, and the scales of the packed weight.
+"""Live weights that loading packs from several stored parts: the order of the parts, and the scales of the packed weight.
 
-A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. A
-scale that covers only one part is also the scale of that part.
+A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. If a
+scale covers only one part, it is also the scale of that part.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 Shape = tuple[int, ...]
 Rows = list[list[str]]
-"""The names of a packed weight's parts: for each of its matrices, the parts that are stacked in its rows, from the first row on."""
+"""The names of a packed weight's parts: for each matrix of the weight, the parts that are stacked in its rows, top to bottom."""
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
-    """The parts of a weight of shape `packed` in order; None if the parts are not consecutive whole rows of its matrices.
+    """Return the parts of a weight of shape `packed` in order, or None if the parts are not consecutive whole rows of its matrices.
 
-    placements, shapes: those of all parts, by name.
+    placements, shapes: the placements and shapes of all parts, keyed by name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -50,7 +50,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Why a storage dtype has scales that cover several parts of the packed weight in part only; None if it has none."""
+    """Explain why a storage dtype has scales that cover parts of the packed weight only partially. Returns None if it has none."""
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
     blocks = dtypes.BY_NAME[dtype].blocks
@@ -68,7 +68,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """The groups of parts that share one scale of the packed weight: all parts, those of each matrix, or no groups."""
+    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one for each matrix, or none."""
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]
@@ -78,8 +78,8 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
 def pack(
     title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Pack the parts of a weight, stored with scales, into the dtype, codes and scales of the weight, as `cast_or_quantize` gives
-    them.
+    """Pack the parts of a weight, each stored with scales, into one weight. Returns the dtype, the codes and the scales of the
+    weight, in the form that `cast_or_quantize` returns.
 
     Raises NoForward if codes and scales of one weight can't represent the parts.
     """
@@ -104,8 +104,8 @@ def pack(
 
 
 def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """The scales of the packed weight. scales: those of its parts, in order. Raises NoForward if parts would have to share
-    scales.
+    """Return the scales of the packed weight. scales: the scales of its parts, in order. Raises NoForward if parts would have to
+    share scales that differ.
     """
     if dtypes.BY_NAME[dtype].blocks is not None:
         return torch.cat(list(scales))

@@ -1,6 +1,6 @@
-"""Reading the values of a tensor from a file a piece at a time, without mapping it.
+"""Reading the values of a tensor from a file a piece at a time, without mapping the file.
 
-If another program truncates a mapped file, a signal (SIGBUS) ends this process; a failed read is an error with a message.
+If another program truncates a mapped file, a signal (SIGBUS) ends this process. A failed read is only an error with a message.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dtype_engine.core.regular_files import reading
 
 
 class FileValues:
-    """The values of one tensor in a file, read flat or as rows. It is a context manager that opens and closes the file."""
+    """The values of one tensor in a file, readable flat or as rows. This context manager opens and closes the file."""
 
     device = torch.device("cpu")
 
@@ -41,7 +41,7 @@ class FileValues:
         return math.prod(self.shape)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Read `count` elements from the flat index `start` on. Raises UserError if the file is too short or can't be read."""
+        """Read `count` elements, starting at the flat index `start`. Raises UserError if the file is too short or can't be read."""
         width = self.dtype.itemsize
         buffer = bytearray(count * width)
         view = memoryview(buffer)
@@ -55,12 +55,12 @@ class FileValues:
         return torch.frombuffer(buffer, dtype=self.dtype) if count else torch.empty(0, dtype=self.dtype)
 
     def reshape(self, *shape: int) -> FileRows:
-        """The values as [rows, columns], or flat if `shape` has one number."""
+        """Return the values as [rows, columns], or flat if `shape` has only one number."""
         return FileRows(self, torch.Size(shape if len(shape) == 2 else (self.numel(),)))
 
 
 class FileRows:
-    """A matrix or a flat tensor in a file; indexing it with a slice reads these rows or elements."""
+    """A matrix or a flat tensor in a file. Indexing it with a slice reads these rows or elements."""
 
     device = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Making a model with the user's own class or function, with weights from a checkpoint if the user names one."""
+"""Building a model with the user's own class or function, with weights from a checkpoint if the user names one."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def _load_weights(
 def _tie_again(
     module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Tie weights again that the module ties, since loading has given each name its own tensor.
+    """Restore the module's tied weights, since loading has given each name a separate tensor.
 
-    Returns the names that are tied now. Names for which the file has different values stay separate.
+    Returns the names that are tied afterwards. Names that have different values in the file stay separate.
     """
     tied: set[str] = set()
     for names in ties:
@@ -88,7 +88,7 @@ def _tie_again(
 
 
 def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
-    """Make the model of the user's own class or function, and find `example_inputs()` in the same file. Raises UserError."""
+    """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError."""
     assert source.attribute is not None
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -128,7 +128,7 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Whether a value in a Python file may make a model: a module, a module class, or a function that needs no arguments."""
+    """Return whether a value in a Python file may build a model: a module, a module class, or a function without arguments."""
     if isinstance(value, nn.Module):
         return True
     if getattr(value, "__module__", None) != module or getattr(value, "__name__", "_").startswith("_"):
@@ -145,7 +145,7 @@ def _may_make_a_model(value: Any, module: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module. It can import from its folder, as a file can that is run as a program. Raises UserError."""
+    """Import a Python file as a module. It can import from its own folder, as if it were run as a program. Raises UserError."""
     name = f"_dtype_engine_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -16,7 +16,7 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")  # transformers imports tqdm, which reads this only then
+        os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads this when transformers imports it
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         logging.getLogger("transformers").setLevel(logging.ERROR)
         try:

@@ -1,7 +1,7 @@
 """The tree of a module combined with the files of its weights, for plans, casts and exports alike.
 
-Modules, classes and tied weights are those of the module; dtypes and bytes are those of the files. A tensor of the files without a
-place in the module is in the tree, since an export copies it, but is never cast. A tensor that the files lack has no bytes.
+Modules, classes and tied weights come from the module; dtypes and sizes come from the files. A tensor of the files without a place
+in the module is in the tree, since an export copies it, but is never cast. A tensor missing in the files has no bytes.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
-    """The tree of a module without data, on the meta device, with the dtypes and bytes of a checkpoint.
+    """Return the tree of a module without data, on the meta device, with the dtypes and sizes of a checkpoint.
 
-    placements: the place of each tensor of the files. Raises UserError for a file that can't be read: if the files hold a tied
-    weight under two names, the values are compared.
+    placements: the place of each tensor of the files. If the files hold a tied weight under two names, the values are compared.
+    Raises UserError for a file that can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
@@ -45,7 +45,7 @@ def with_files(
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
-    """A module's tensors with the sizes, packing and quantisation that the files have for them.
+    """Return a module's tensors with their sizes, packing and quantisation in the files.
 
     headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module; otherwise the dtypes
     are those of the files.
@@ -94,7 +94,7 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """The tensors of the files without a place in the module."""
+    """Return the tensors of the files without a place in the module."""
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
@@ -106,7 +106,7 @@ def unused(
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
-    """The module's tensors, with tied weights separated if the files hold different values for their names, as in transformers."""
+    """Return the module's tensors. As in transformers, weights are not tied if the files hold different values for their names."""
     untied = []
     for info in infos:
         if not info.aliases:
@@ -125,7 +125,7 @@ def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
-    """Whether two tensors of the files have the same dtype, shape and bits. Raises UserError for a file that can't be read."""
+    """Return whether two tensors of the files have the same dtype, shape and bits. Raises UserError if a file can't be read."""
     if checkpoint.aliases.get(one, one) == checkpoint.aliases.get(other, other):
         return True
     first, second = checkpoint.weights[one], checkpoint.weights[other]
@@ -136,7 +136,7 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """The tensors without those that a quantised checkpoint replaces by other tensors of the same module, or of one expert each."""
+    """Return the tensors except those that a quantised checkpoint replaces with other tensors of the same module or expert."""
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}
     return [

@@ -1,4 +1,4 @@
-"""The names of torch that are used although they begin with an underscore; tested with torch 2.9 to 2.13."""
+"""All private names of torch that this program uses, tested with torch 2.9 to 2.13."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ __all__ = [
 ]
 
 WithoutModes = DisableTorchFunction
-"""A context in which no `TorchFunctionMode` sees a call."""
+"""A context manager that hides calls from every `TorchFunctionMode`."""
 TO_COPY = torch.ops.aten._to_copy.default
-"""The operation that every cast of a tensor becomes for a `TorchDispatchMode`."""
+"""The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""The tensor of which another tensor is a view; None for a tensor that is no view."""
+"""A function that returns the tensor of which a tensor is a view, or None for a tensor that is not a view."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """The number of writes to a tensor or to views of it; -1 for a tensor made under `torch.inference_mode`, which has no
+    """Return the number of writes to a tensor and its views, or -1 for a tensor created under `torch.inference_mode`, which has no
     counter.
     """
     try:
@@ -51,14 +51,14 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a module has forward hooks or forward pre-hooks."""
+    """Return whether a module has forward hooks or forward pre-hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""Calls the module that is the first argument as torch does, with its hooks."""
+"""A function that calls the module in its first argument as torch does, with the module's hooks."""
 _INSTEAD = "_compiled_call_impl"
-"""The attribute that torch calls instead of `as_called` if it is set; `Module.compile` stores the compiled call there."""
+"""The attribute that torch calls, if it is set, instead of `as_called`. `Module.compile` stores the compiled call there."""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
@@ -81,13 +81,13 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is the result of `torch.compile`, or has been compiled by `Module.compile`."""
+    """Return whether a module is the result of `torch.compile`, or was compiled by `Module.compile`."""
     return "_orig_mod" in module._modules or module.__dict__.get(_INSTEAD) is not None
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """The parameters and then the buffers of a module itself: the local name, the tensor, the kind. Those that are None are left
-    out.
+    """Yield the parameters and then the buffers of a module itself, without submodules: the local name, the tensor, and its kind.
+    Entries that are None are omitted.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -98,10 +98,10 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The dictionaries in which a module keeps its parameters and its buffers."""
+    """Return the dictionaries in which a module keeps its parameters and its buffers."""
     return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """The dictionary in which a module keeps its parameter or buffer `name`. Setting it there skips torch's check of its class."""
+    """Return the dictionary in which a module keeps its parameter or buffer `name`. Writing to it skips torch's class check."""
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

@@ -1,13 +1,13 @@
-"""Rounding activations to the format of the weight that they are multiplied by, as runtimes do in W8A8 and W4A4. Scales are
-dynamic: they follow from the activations themselves.
+"""Rounding activations to the format of the weight by which they are multiplied, as runtimes do in W8A8 and W4A4. Scales are
+dynamic: they are computed from the activations themselves.
 
 - fp8 and int8: one scale for each token, amax / 448 or amax / 127 over its channels (vLLM's `dynamic_per_token_scaled_fp8_quant`
-  and `dynamic_scaled_int8_quant`), also where the weight has one scale for the whole tensor.
-- Blocks: along the channels of a token, with the block length and the scale rule of the weight; for fp8 in blocks of 128 x 128,
-  128 channels of one token. NVFP4's scale of the tensor follows from all tokens of the operation, where a checkpoint would have
-  one from calibration.
+  and `dynamic_scaled_int8_quant`), even if the weight has one scale for the whole tensor.
+- Blocks: along the channels of a token, with the block length and the scale rule of the weight. For fp8 in blocks of 128 x 128,
+  a block is 128 channels of one token. NVFP4's tensor scale is computed from all tokens of the operation, while a checkpoint
+  would have one from calibration.
 
-Values that are not finite stay as they are, so that measurements still report them. The arithmetic is in float32.
+Values that are not finite stay unchanged, so that measurements still report them. The arithmetic is in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dtype_engine.runtime.numerics.quantize import values_in
 
 
 def quantize_activations(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Activations [..., channels] rounded to a storage dtype, in their own dtype and shape."""
+    """Return activations [..., channels] rounded to a storage dtype, in the dtype and shape of `values`."""
     if not values.numel():
         return values
     rows = values.detach().reshape(-1, values.shape[-1])

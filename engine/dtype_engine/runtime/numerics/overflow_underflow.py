@@ -1,7 +1,7 @@
-"""Counting the values that a cast loses: finite ones that become infinite or saturate, and others that become zero.
+"""Counting the values that a cast loses: finite values that become infinite or saturate, and nonzero values that become zero.
 
 The result of a cast is read once, in pieces that stay in the processor's cache. The original values are read only for pieces that
-hold an infinity or a zero, so that counting costs a fraction of a cast that loses nothing.
+hold an infinity or a zero, so that counting takes a fraction of the time of a cast if the cast loses nothing.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""Losses that have been counted, by (tensor, dtype)."""
+"""The losses counted until now, keyed by (tensor, dtype)."""
 
 
 class _Counts(NamedTuple):
-    """The counts of one piece of a tensor, which add up; `ValueLoss` describes them."""
+    """The counts of one piece of a tensor, which can be summed over pieces. `ValueLoss` describes the fields."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -40,11 +40,11 @@ class _Counts(NamedTuple):
     saturated: int = 0
     nonfinite: int = 0
     zeros: int = 0
-    """Zeros after the cast, whatever they were before."""
+    """Number of zeros after the cast, whatever these values were before it."""
 
 
 class LossCounter:
-    """Counts what a cast loses while the cast is made piece by piece, in any order and in several threads."""
+    """Counts the values that a cast loses, piece by piece during the cast, in any order and in several threads."""
 
     def __init__(self, name: str, original: torch.Tensor | Values, dtype: str) -> None:
         self.name = name
@@ -55,10 +55,10 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count one flat piece of the cast tensor that begins at its element `start`; for a dtype with scales, the codes of whole
-        rows.
+        """Count the losses in one flat piece of the cast tensor. `start` is the index of its first element in the flattened tensor.
+        For a dtype with scales, the piece has the codes of whole rows.
 
-        before: the piece before the cast; None to read it from the original.
+        before: the same piece before the cast; if None, it is read from the original.
         """
         before = self._flat[start : start + len(after)] if before is None else before
         quantized = self.dtype in dtypes.STORAGE_DTYPES
@@ -67,7 +67,7 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """The loss, once all pieces are counted; None if nothing more than rounding is lost (see `ValueLoss.is_listed`).
+        """Return the loss after all pieces were counted, or None if the cast only rounds values (see `ValueLoss.is_listed`).
 
         Raises Cancelled.
         """
@@ -93,9 +93,9 @@ class LossCounter:
 def count_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
-    """What a cast of `original` to `dtype` loses; None if nothing more than rounding is lost (see `ValueLoss.is_listed`).
+    """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values (see `ValueLoss.is_listed`).
 
-    cast: the result of the cast, or its codes for a dtype with scales; None to cast a piece at a time here. Raises Cancelled.
+    cast: the result of the cast, or the codes for a dtype with scales; if None, this function does the cast. Raises Cancelled.
     """
     counter = LossCounter(name, original, dtype)
 
@@ -122,7 +122,7 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """A tensor as the rows that are quantized: rows of blocks in a format with blocks, otherwise output channels."""
+    """View a tensor as the rows that are quantized: rows of blocks in a block format, otherwise output channels."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -145,7 +145,7 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """The counts of one flat piece in a computed dtype, without channels. `after` may be on another device."""
+    """Count the losses in one flat piece in a computed dtype, except lost channels. `after` may be on another device."""
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
     if _is_finite(after):  # a value that is not finite before the cast is not finite after it
@@ -157,7 +157,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """The counts of whole rows in a dtype with scales, whose codes never overflow."""
+    """Count the losses in whole rows in a dtype with scales, whose codes never overflow."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
@@ -175,13 +175,13 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether all values are finite in float32. It is also False if only their sum is not finite: the caller then looks at each."""
+    """Return whether all values are finite in float32. May return False if only their sum is not; the caller then checks each."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _is_within(values: torch.Tensor, limit: float) -> bool:
-    """Whether no |value| exceeds the limit and none is NaN. It may also be False if only the sum is not finite: the caller then
-    looks at each value.
+    """Return whether no |value| exceeds the limit and none is NaN. The result may also be False if only the sum of the values is
+    not finite; then the caller checks each value.
     """
     if limit == FLOAT32_MAX:
         return _is_finite(values)
@@ -189,28 +189,28 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
 
 
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
-    """How many NaN a dtype with scales turns into zeros because it has no code for NaN. These do not count as lost values."""
+    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. They are not counted as lost values."""
     row = dtypes.BY_NAME[dtype]
     return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
 
 
 def count_zeros(values: torch.Tensor) -> int:
-    """The number of zeros, of either sign, in a flat tensor."""
+    """Return the number of zeros, of either sign, in a flat tensor."""
     if values.device.type != "cpu":
         return values.numel() - int(torch.count_nonzero(values))
     return values.numel() - int(np.count_nonzero(magnitude_bits(values)))
 
 
 def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
-    """The bits of a flat tensor on the CPU as integers of numpy, which compares and counts them several times as fast as torch does
-    floats. For floats the sign bit is cleared: the integers have the order of the absolute values, with NaN above infinity.
+    """Return the bits of a flat CPU tensor as numpy integers, which numpy compares and counts several times as fast as torch does
+    floats. For floats, the sign bit is cleared: the integers have the order of the absolute values, with NaN above infinity.
     """
     bits: npt.NDArray[Any] = values.view(_BITS[values.element_size()]).numpy()
     return bits & np.iinfo(bits.dtype).max if values.is_floating_point() else bits
 
 
 def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """How many output channels have nonzero values before a cast to a computed dtype and only zeros after it. Raises Cancelled."""
+    """Return how many output channels have nonzero values that all become zero in a cast to a computed dtype. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

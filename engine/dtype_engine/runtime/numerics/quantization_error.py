@@ -1,7 +1,7 @@
-"""What a cast does to a tensor's values, without a forward pass: the round-trip error, and the histogram of exponents.
+"""The effect of a cast on the values of a tensor, without a forward pass: the round-trip error, and the histogram of exponents.
 
-A tensor is read once, in pieces that stay in the processor's cache, so memory does not grow with the tensor; but with scales for
-output channels a piece has to hold whole rows.
+A tensor is read once, in pieces that stay in the processor's cache, so memory use does not grow with the tensor. But if each output
+channel has its own scale, a piece has to hold whole rows.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dtype_engine.runtime.numerics.quantize import (
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
-    """The error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
+    """Return the error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
     found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
     def add(first: int, x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor) -> None:
@@ -70,19 +70,19 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
 
 
 _BEST_DB = 200.0
-"""Rounding to float32 leaves 146 dB (6.02 for each of 24 bits, and 1.76). In a tensor far above that, nearly all of the error is
-values that vanished.
+"""An SQNR in dB that rounding can't reach: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus 1.76). If the SQNR of a
+tensor is higher, nearly all of the error comes from values that became zero.
 """
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """A tensor's SQNR, or None if the figure would look better than the cast is: see `results.WeightError`."""
+    """Return a tensor's SQNR, or None if it would make the cast look better than it is: see `results.WeightError`."""
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr
 
 
 class _Sums(NamedTuple):
-    """The sums over one piece of a tensor, which add up, and the largest error. `WeightError` describes the counts."""
+    """Sums over one piece of a tensor, and the piece's largest error. `WeightError` describes the counts."""
 
     noise: float = 0.0
     energy: float = 0.0
@@ -96,13 +96,13 @@ class _Sums(NamedTuple):
 
 
 OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Called in several threads with a piece: the index of its first row or element, its values in float32 or float64, the cast values
-(codes for a dtype with scales), and the error of each. The next piece overwrites these tensors.
+"""A function that several threads call, each with one piece: the index of its first row or element, its values in float32 or
+float64, the cast values (codes for a dtype with scales), and the error of each value. The next piece overwrites these tensors.
 """
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """A tensor in a dtype without blocks: in flat pieces, or in whole rows where each row has a scale of its own."""
+    """Call `on_piece` for each piece of a tensor in a dtype without blocks: whole rows if each row has a scale, otherwise flat."""
     quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
     rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
     pieces, top = row_slices(rows), dtypes.BY_NAME[dtype].max
@@ -129,7 +129,7 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Call `on_piece` for a tensor in a format with blocks; the cast values are the codes before the scale."""
+    """Call `on_piece` for each piece of a tensor in a block format. The cast values are the codes, not multiplied by the scale."""
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
     count, height, width = matrices(tensor.shape, blocks.columns)
@@ -145,12 +145,12 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """The sums over flat values `x`, the cast values `cast` and the errors `delta`, which are overwritten."""
+    """Return the sums over flat values `x`, cast values `cast` and errors `delta`, which are overwritten."""
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
     limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf
     if not (math.isfinite(noise) and energy <= limit**2):
-        # Dequantized values are not kept, but the error of a finite value is finite exactly if the dequantized value is.
+        # Dequantized values are not kept, but the error of a finite value is finite if and only if the dequantized value is.
         before = torch.isfinite(x)
         after = torch.isfinite(cast.to(x.dtype))
         back = torch.isfinite(delta)
@@ -178,7 +178,7 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
 
 @single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
-    """How many values lie in each power of two, floor(log2 |x|). Zeros and values that are not finite are counted separately.
+    """Count the values in each power of two, floor(log2 |x|). Zeros and values that are not finite are counted separately.
 
     Raises Cancelled.
     """

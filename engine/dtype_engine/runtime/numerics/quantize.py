@@ -1,13 +1,13 @@
-"""Storage formats: how a tensor is quantized and dequantized.
+"""Storage formats: quantizing and dequantizing a tensor.
 
-A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales
-s = amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0);
-a vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one. A scale is never below float32's smallest normal
-value, since subnormal scales lose bits and even smaller ones are zero. Nor is it so large that its product with the largest code is
-infinite in float32. The dequantized values are q * s, computed in float32 and rounded once to the target dtype.
-`core.dtypes.nbytes_in` gives the bytes of both parts.
+A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales s =
+amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0). A
+vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one scale. A scale is never below float32's smallest
+normal value, since subnormal scales lose bits and even smaller scales are zero. It is also limited so that its product with the
+largest code is finite in float32. The dequantized values are q * s, computed in float32 and rounded once to the target dtype.
+`core.dtypes.nbytes_in` returns the number of bytes of both parts.
 
-`runtime/formats/` quantizes to the formats whose scales belong to blocks; they are dequantized here like all others.
+`runtime/formats/` quantizes to block formats. This file dequantizes them like all other formats.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of torch in which a dtype of `core.dtypes` is kept."""
+    """Return the torch dtype that holds the codes or values of a dtype in `core.dtypes`."""
     dtype = getattr(torch, dtypes.BY_NAME[name].torch_name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return the name of a torch dtype, such as `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def cast_or_quantize(
     tensor: torch.Tensor, dtype: str, amax: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`tensor` in `dtype`: cast, with None as its scale, or for a storage dtype quantized to codes and scales.
+    """Cast `tensor` to `dtype`; returns the values and None, or for a storage dtype the codes and scales.
 
     Scales are float32 of shape [tensor.shape[0]] for two or more dimensions, [1] otherwise and for `@tensor`, and [down, across]
-    for a format with blocks. The scale of a channel of zeros is 1. Scales follow from the finite values; others stay as they are if
-    the dtype has codes for them. amax: the largest |value| of all tensors that share the scale of the tensor with this one; None
-    where it has its own.
+    for a block format. The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged
+    if the dtype has codes for them. amax: the largest |value| of all tensors that share a tensor scale with this one; if None, this
+    tensor shares none.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
@@ -75,7 +75,7 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """The values of `tensor` after a cast, always a copy: in `dtype`, or for a storage dtype dequantized to `compute`.
+    """Return a copy of the values of `tensor` after a cast: in `dtype`, or for a storage dtype dequantized to `compute`.
 
     amax: as in `cast_or_quantize`.
     """
@@ -93,9 +93,9 @@ def quantize_in_blocks(
 ) -> torch.Tensor:
     """Quantize a tensor to a dtype without blocks, a few rows at a time; returns its scales, as `cast_or_quantize` does.
 
-    on_block: called as `on_block(start, codes)` in several threads and in no order, with the flat codes of some rows and the index
-    of their first element in the flattened tensor. The next rows overwrite the codes. amax: the largest |value| of all tensors that
-    share one scale with this one, in all channels; None where its scales are its own.
+    on_block: called as `on_block(start, codes)` in several threads and in no particular order, with the flat codes of some rows and
+    the index of their first element in the flattened tensor. The next rows overwrite the codes. amax: the largest |value| of all
+    tensors that share one scale with this tensor, in all channels; if None, this tensor has scales of its own.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
@@ -124,13 +124,13 @@ def quantize_in_blocks(
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """amax / top, within the limits that the docstring of this module states; 1 where amax is 0."""
+    """Return amax / top, within the limits that this module's docstring states, or 1 where amax is 0."""
     return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
 
 
 def saturates_beyond(dtype: str) -> float:
-    """The largest |value| of a weight that a storage dtype keeps, whatever the rest of the weight is: that of float32, or under
-    scales that are powers of two the value at which `formats.mx` saturates.
+    """Return the largest |value| that any weight can have in a storage dtype: float32's largest value, or for formats with
+    power-of-two scales, the value at which `formats.mx` saturates.
     """
     row = dtypes.BY_NAME[dtype]
     return (
@@ -140,8 +140,8 @@ def saturates_beyond(dtype: str) -> float:
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers for the pieces of a large tensor, all of the same shape. Without them every temporary of every piece would be memory
-    fresh from the system, and touching that for the first time takes longer than the arithmetic.
+    """Buffers for the pieces of a large tensor, all of the same shape. Without these buffers, every temporary of every piece would
+    be in new memory, and touching new memory for the first time takes longer than the arithmetic.
     """
 
     cast: torch.Tensor
@@ -150,19 +150,19 @@ class Workspace:
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """Buffers for pieces up to this shape that are cast to `dtype` and back to `wide`."""
+        """Return buffers for pieces up to this shape that are cast to `dtype` and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """The same buffers for a piece of only `count` rows or elements."""
+        """Return views of the buffers for a piece of only `count` rows or elements."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
 
 def quantize_block(
     values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """The codes of float32 values under a scale that broadcasts over them; NaN becomes 0 in an integer dtype."""
+    """Return the codes of float32 values under a scale that broadcasts over them. NaN becomes 0 in an integer dtype."""
     top = dtypes.BY_NAME[dtype].max
     scaled = torch.div(values, scale, out=workspace.values if workspace is not None else None).clamp_(-top, top)
     target = torch_dtype(dtype)
@@ -175,9 +175,9 @@ def quantize_block(
 
 
 def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-    """Codes as float32 values, times a scale that broadcasts over them.
+    """Return codes as float32 values, multiplied by a scale that broadcasts over them.
 
-    On the CPU torch converts float8 one element at a time. Both float8 formats are float16 with fewer bits, and shifting the bits
+    On the CPU, torch converts float8 one element at a time. Both float8 formats are float16 with fewer bits, and shifting the bits
     gives the same values ten times as fast: e5m2 is the upper byte of float16, and the exponent bias of e4m3fn is smaller by 8.
     """
     bits = codes.contiguous().view(torch.int8) if codes.element_size() == 1 else codes
@@ -200,9 +200,9 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """The values of `codes`, in `dtype` and of the same shape, computed a few rows at a time to save memory.
+    """Return the values of `codes`, in `dtype` and in the shape of the codes, computed a few rows at a time to save memory.
 
-    scale: float32 [channels] or [1], or [down, across] for `blocks`, as `cast_or_quantize` gives it.
+    scale: float32 [channels] or [1], or [down, across] for `blocks`, as `cast_or_quantize` returns it.
     """
     if blocks is not None:
         return _dequantize_blocks(codes, scale, dtype, blocks)

@@ -1,7 +1,7 @@
-"""Weights whose output's dtype is read by the model's code. In 16 bits they affect more than their own operation.
+"""Weights whose output dtype is read by the model's code. In 16 bits, such a weight affects more than its own operation.
 
 For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors do not
-include that effect, so these few weights are measured in the 16-bit dtypes by separate passes.
+include this effect, so these few weights are measured in the 16-bit dtypes by separate passes.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""How many of these weights are measured, the first ones of a pass: each needs one pass per dtype."""
+"""Maximum number of dtype-dependent weights to measure, the first ones of a pass. Each needs one pass per dtype."""
 
 
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
-    """The (weight, dtype) pairs to measure by separate passes in a sequence.
+    """Return the (weight, dtype) pairs to measure by separate passes in a sequence.
 
-    read: the weights whose output's dtype was read, in the order of the pass. With enough sequences, each measures at most one
-    pair in turn, and one sequence in each round measures none, so the average cost is below one pass per sequence.
+    read: the weights whose output dtype was read, in the order of the pass. If there are enough sequences, each sequence measures
+    at most one pair, in turn. One sequence in each round measures none, so the average cost is below one pass per sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
@@ -40,7 +40,7 @@ def weights_to_measure(
 
 
 class SingleWeightCastMode(ReferenceMode):
-    """Runs the reference with one weight in a compute dtype, exactly as the candidate in a measurement of this weight alone."""
+    """Runs the reference with one weight in a compute dtype, exactly like the candidate of a recipe that casts only this weight."""
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
         super().__init__(weights, device)

@@ -1,4 +1,4 @@
-"""The exact scan: measures each weight in each dtype alone with a candidate pass, instead of estimating it."""
+"""The exact scan: measures each weight in each dtype with a separate candidate pass, instead of estimating the score."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Dtypes in which nothing drifts: float32, or the stored dtype for weights that are never cast or lose nothing as stored."""
+    """Return dtypes in which nothing drifts: float32, or the stored dtype of weights that can't be cast or lose nothing in it."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
@@ -44,20 +44,20 @@ class MeasuredWeight:
     key: Key
     score: float
     error: float | None
-    """The standard error of the score; None if it is unknown."""
+    """The standard error of the score, or None if it is unknown."""
     unit: str
     forward_seconds: float
-    """Time of a pass with nothing cast."""
+    """Duration in seconds of a pass with all weights uncast."""
     scan_seconds: float
-    """Time of this measurement."""
+    """Duration in seconds of this measurement."""
 
 
 @dataclass
 class ExactScan:
     """Measures each weight in each dtype, with everything else as in the reference. Modules before the weight are not run again.
 
-    It has the same interface as `Scan`; a step is one weight in one dtype. The model stays cast as in the last measurement: the
-    caller restores its recipe.
+    This class has the same interface as `Scan`. A step measures one weight in one dtype. Afterwards, the model stays cast as in the
+    last measurement, so the caller has to restore its recipe.
     """
 
     model: LiveModel
@@ -67,12 +67,12 @@ class ExactScan:
     save: Path | None = None
     """A file that is read at the start and written after every measurement."""
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
-    """(score, standard error) of what was measured."""
+    """The score and standard error of each finished measurement, keyed by weight and dtype."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
-    """The share of the measurements that this process makes."""
+    """The share of the measurements that this process performs."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -103,12 +103,12 @@ class ExactScan:
 
     @property
     def private_bytes(self) -> int:
-        """Bytes that a process needs in addition to the mapped files: all weights whose reference dtype is not the stored one."""
+        """Number of bytes that a process needs in addition to the mapped files: all weights that the reference casts."""
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 
     def pending(self) -> list[Key]:
-        """The weights and dtypes of this shard that are not measured yet."""
+        """Return the weights and dtypes of this shard that are not measured yet."""
         return [key for key in self.shard.of(self._costly) if key not in self.done]
 
     def run(
@@ -117,8 +117,8 @@ class ExactScan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Measure what is pending. `on_progress("scan", done, total)` counts measurements; `on_estimate(report)` gets the results
-        so far. Raises NoForward, KernelError, Cancelled.
+        """Perform all pending measurements and return the report. `on_progress("scan", done, total)` counts measurements, and
+        `on_estimate(report)` gets intermediate reports. Raises NoForward, KernelError, Cancelled.
         """
         if not self._costly:
             self._started(cancelled)
@@ -133,7 +133,7 @@ class ExactScan:
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure one weight in one dtype. Raises as `run` does."""
+        """Measure one weight in one dtype. Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         self.model.apply(self._base | dict([key]), cancelled=cancelled)
@@ -145,7 +145,7 @@ class ExactScan:
         )
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
-        """The meter. The first call measures the model with nothing cast."""
+        """Return the drift meter. The first call creates it and measures the model with all weights uncast."""
         if self._meter is None:
             meter = DriftMeter(self.model, self.inputs, self.settings)
             self.model.apply(self._base, cancelled=cancelled)
@@ -165,7 +165,7 @@ class ExactScan:
             self.write(self.save)
 
     def report(self) -> ScanReport:
-        """The scores measured so far, and a score of 0 for casts that lose nothing."""
+        """Return the scores measured until now, and a score of 0 for casts that lose nothing."""
         costly = set(self._costly)
         known = {key: self.done[key] if key in costly else (0.0, 0.0)
                  for key in self.wanted if key in self.done or key not in costly}  # fmt: skip
@@ -191,7 +191,7 @@ class ExactScan:
         )
 
     def write(self, path: Path) -> None:
-        """Save the results so far. Raises UserError if the file can't be written."""
+        """Save the results measured until now. Raises UserError if the file can't be written."""
         self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(

@@ -1,4 +1,4 @@
-"""Keeps the last requested scan, so that a request for the same scan continues it."""
+"""Keeps the most recently requested scan, so that another request with the same parameters continues it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ScanTask = Scan | ExactScan
 
 @dataclass
 class LastScan:
-    """Keeps one scan, finished or not."""
+    """Holds one scan, finished or not."""
 
     _requested: object = None
     _task: ScanTask | None = None
@@ -34,9 +34,9 @@ class LastScan:
         exact: bool,
         save: Path | None,
     ) -> ScanTask:
-        """The scan of `model` in the dtypes `names`: the kept one if it has the same parameters, otherwise a new one.
+        """Return the scan of `model` in the dtypes `names`: the kept scan if it has the same parameters, otherwise a new one.
 
-        Raises UserError for an unknown dtype, and if the file `save` holds a scan of something else.
+        Raises UserError for an unknown dtype, and if the file `save` holds a scan with other parameters.
         """
         targets = tuple(dict.fromkeys(dtypes.parse_target(name) for name in names))
         if dtypes.STORED in targets or not targets:

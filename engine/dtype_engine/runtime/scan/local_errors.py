@@ -1,6 +1,6 @@
 """Local errors: the output of a weighted operation with one weight in another dtype, minus its output in the reference.
 
-`LocalErrors` runs one operation again as a candidate would, with everything else as in the reference.
+`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference.
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """
@@ -36,10 +36,10 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class LocalErrors:
-    """Runs weighted operations again with one weight in another dtype.
+    """Reruns weighted operations with one weight in another dtype.
 
-    budget: bytes of cast weights that are kept for later operations and sequences. rounds: also round the activations that are
-    multiplied with a quantised weight (the run setting `quantize_activations`).
+    budget: maximum number of bytes of cast weights that are kept for later operations and sequences. rounds: whether to also round
+    the activations that are multiplied by a quantised weight (the run setting `quantize_activations`).
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class LocalErrors:
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """The local errors Δ [D, E] of each output, for `weight` in each of the dtypes `names`, in the reference's dtype.
+        """Return the local errors Δ [D, E] of each output for `weight` in each of the dtypes `names`, in the reference's dtype.
 
         Raises KernelError if the operation has no kernel for a dtype.
         """
@@ -73,11 +73,12 @@ class LocalErrors:
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str) -> torch.Tensor:
-        """A weight's values in the reference, dequantized if it is stored with scales."""
+        """Return a weight's values in the reference, dequantized if the weight is stored with scales."""
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight's values after a cast: in a compute dtype itself, or dequantized from a storage dtype to the reference's dtype.
+        """Return a weight's values after a cast: in the compute dtype, or dequantized from a storage dtype to that of the
+        reference.
 
         A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """
@@ -97,7 +98,7 @@ class LocalErrors:
 
 
 class _Again:
-    """Runs one operation again with one of its weights in several dtypes, one after another."""
+    """Reruns one operation with one of its weights in several dtypes, one after another."""
 
     def __init__(self, operation: WeightOp, weight: str, errors: LocalErrors) -> None:
         self.operation = operation
@@ -120,7 +121,7 @@ class _Again:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Replace the argument with id `key` by the same function of `value`. Returns the id of the new argument."""
+        """Replace the argument with id `key`, a function of a weight, by that function of `value`. Returns the new id."""
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:
@@ -128,7 +129,7 @@ class _Again:
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """The floating-point outputs of the operation with the weight in `dtype`."""
+        """Return the floating-point outputs of the operation with the weight in `dtype`."""
         operation, errors = self.operation, self.errors
         taken = []
         for key, source in self.cast.items():
@@ -151,7 +152,7 @@ class _Again:
 
 @functools.cache
 def summed_in_float32(func: Any) -> Any:
-    """A matrix product or convolution that multiplies 16-bit arguments in float32 and rounds the result back to 16 bits."""
+    """Return a variant of a product or convolution that computes 16-bit arguments in float32 and rounds the result to 16 bits."""
 
     def product(*args: Any, **kwargs: Any) -> Any:
         floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]

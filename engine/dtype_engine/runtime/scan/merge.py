@@ -1,4 +1,4 @@
-"""Merges the parts of a scan that several jobs saved into one scan."""
+"""Merges parts of a scan, which several jobs have saved, into one scan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.saved import SavedScan
 
 _NAMED = 12
-"""The most shards or files that an error names."""
+"""Maximum number of shards or files that an error message lists."""
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """Merge the parts in `files` to a scan. Its scores are the same as if one process had run the whole scan.
+    """Merge the parts in `files` into one scan. Its scores are the same as if one process had run the whole scan.
 
     Raises UserError if a file is from another scan (its model, inputs, dtypes, settings, draws or method differ), if two files have
     the same part with different values, or if parts are missing.
@@ -54,14 +54,14 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Seconds of plain passes: for an estimated scan the sum over its sequences, for an exact scan a single pass."""
+    """Return the seconds of plain passes: for an estimated scan, the sum over its sequences; for an exact scan, a single pass."""
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds
     return one.forward_seconds or other.forward_seconds
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """A sentence that names the shards without a file and the files of shards that are not finished."""
+    """Return a sentence that lists the shards without a file and the files of unfinished shards."""
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:

@@ -1,11 +1,11 @@
-"""Estimates the drift from tokens that are routed to another expert, which a second-order estimate can't see.
+"""Estimates the drift from tokens that are routed to another expert. A second-order estimate does not include this drift.
 
-A router selects the k largest of its scores, and a weight's rounding error changes these scores slightly. If the k-th and the
-next score are close, they may swap. The token then goes through another expert, and the output jumps. In a mixture of experts,
-most of the drift from small errors comes from such swaps.
+A router selects the k largest of its scores, and a weight's rounding error changes these scores slightly. If the k-th and the next
+score are close, they may swap. The token then goes through another expert, and the output jumps. In a mixture of experts, most of
+the drift from small errors comes from such swaps.
 
-The estimate covers every `topk` whose scores have a gradient. A few calls are sampled per sequence, and two quantities are
-estimated for each:
+The estimate covers every `topk` call whose scores have a gradient. A few calls are sampled per sequence, and two quantities are
+estimated for each sampled call:
 
 - The standard deviation σ of the change that a weight's error causes in the margins (the k-th score minus the next). As with the
   probes of the output, a gradient of random signs at the margins is propagated back; (Σ g·Δ)² is then a sample of the sum of the
@@ -13,8 +13,8 @@ estimated for each:
 - The drift that one swap costs. The reference runs again with the k-th and the next choice swapped for the tokens with the
   smallest margins.
 
-A token with margin m then swaps with probability Φ(-m/σ). Which tokens swap is random, which adds to the standard error. If most
-likely none swaps (the expected number is below ln 2), no drift is added; otherwise the expected drift is.
+A token with margin m then swaps with probability Φ(-m/σ). Since it is random which tokens swap, the standard error increases. If
+most likely no token swaps (the expected number of swaps is below ln 2), no drift is added; otherwise, the expected drift is added.
 
 This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
 measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).
@@ -38,9 +38,9 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""How many calls are sampled over all sequences."""
+"""Number of calls that are sampled over all sequences."""
 _SWAPPED = 8
-"""To measure the cost of a swap, 1 in this many tokens is swapped: those with the smallest margins."""
+"""One in this many tokens is swapped to measure the cost of a swap: the tokens with the smallest margins."""
 
 
 @dataclass(slots=True)
@@ -48,9 +48,9 @@ class TopKCall:
     """A call of `topk` in a pass."""
 
     index: int
-    """Its index among all `topk` calls of the pass."""
+    """The index of this call among all `topk` calls of the pass."""
     margins: torch.Tensor
-    """The k-th score minus the next one, [tokens], with an autograd graph."""
+    """The k-th score minus the next score, [tokens], with an autograd graph."""
 
 
 @dataclass
@@ -59,19 +59,19 @@ class TopKSample:
 
     index: int
     share: float
-    """How many `topk` calls of the sequence this sample represents: all calls / sampled calls."""
+    """The number of `topk` calls of the sequence that this sample represents: all calls / sampled calls."""
     margins: list[float]
     """One margin per token."""
     cost: float = 0.0
     """The drift from swapping one token, summed over the sequence's positions."""
     squares: dict[Key, float] = field(default_factory=dict)
-    """By weight and dtype: a sample of the sum of the squared changes of the margins."""
+    """A sample of the sum of the squared changes of the margins, keyed by weight and dtype."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """By weight and dtype: what the mean of `squares` would be if the errors of an operation's output elements were independent."""
+    """The mean of `squares` if errors of an operation's output elements were independent, keyed by weight and dtype."""
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """The calls to sample in a sequence. Each sequence samples other calls, so that all are covered over time."""
+    """Choose the calls to sample in a sequence. Each sequence samples different calls, so that enough sequences cover all calls."""
     count = len(calls)
     if not count:
         return []
@@ -82,7 +82,7 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
-    """A `topk` call with its margins; None if it selects all scores, or if the scores do not depend on any weight."""
+    """Return a `topk` call with its margins, or None if the call selects all scores or the scores do not depend on any weight."""
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
         return None
@@ -104,7 +104,7 @@ def _topk_arguments(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.T
 class SwapTopKMode(ReferenceMode):
     """Runs the reference, but swaps the k-th and the next choice of one `topk` call for some tokens.
 
-    index: the index of the `topk` call in the pass. rows: which tokens are swapped, bool [tokens].
+    index: the index of the `topk` call in the pass. rows: a mask of the tokens to swap, bool [tokens].
     """
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, index: int, rows: torch.Tensor) -> None:
@@ -130,7 +130,7 @@ class SwapTopKMode(ReferenceMode):
 
 
 def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
-    """A mask of the tokens with the smallest margins, bool [tokens]."""
+    """Return a mask of the tokens with the smallest margins, bool [tokens]."""
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
     rows[finite.argsort()[: max(1, len(margins) // _SWAPPED)]] = True
@@ -138,7 +138,7 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
 
 
 def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
-    """By weight and dtype: (the expected drift from rerouted tokens, its variance), summed over the sequences of the samples."""
+    """Return (expected drift from rerouted tokens, its variance), summed over the samples' sequences, keyed by weight and dtype."""
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}

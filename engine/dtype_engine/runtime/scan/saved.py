@@ -1,6 +1,6 @@
 """Reads and writes saved scans: JSON with the results of each part and a fingerprint of the model, inputs and settings.
 
-An estimated scan has `sequences`, each with its index; an exact scan has `scores`.
+An estimated scan has `sequences`, each with its index. An exact scan has `scores`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Hash the names, shapes and a sample of the values of all weights, and all inputs."""
+        """Hash the names, the shapes and a sample of the values of all weights, and hash all inputs."""
         weights, calls = hashlib.sha256(), hashlib.sha256()
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
@@ -74,7 +74,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a file with a saved scan."""
+    """The content of a saved scan file."""
 
     fingerprint: Fingerprint
     draws: int
@@ -82,13 +82,13 @@ class SavedScan:
     forward_seconds: float
     scan_seconds: float
     parts: int
-    """The number of parts of the whole scan: sequences, or measurements of an exact scan."""
+    """The number of parts in the whole scan: sequences in an estimated scan, measurements in an exact scan."""
     done: dict[int, SequenceScores]
-    """The results of an estimated scan, by index of the sequence."""
+    """The results of an estimated scan, keyed by sequence index."""
     measured: dict[Key, tuple[float, float | None]] | None = None
-    """(score, standard error) of an exact scan; None for an estimated one."""
+    """The score and standard error of each measurement in an exact scan, or None for an estimated scan."""
     shard: Shard = WHOLE
-    """The shard of the scan that ran last."""
+    """The shard of the scan that ran most recently."""
 
     @property
     def count(self) -> int:
@@ -97,25 +97,25 @@ class SavedScan:
 
 
 class _TopKSample(msgspec.Struct):
-    """A `TopKSample` in the file."""
+    """The form in which a `TopKSample` is saved in the file."""
 
     place: int
-    """Its `index`."""
+    """The `index` of the `TopKSample`."""
     share: float
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """Rows of (weight, dtype, squares, independent)."""
+    """The fields `squares` and `independent` as rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
-    """A `SequenceScores` in the file."""
+    """The form in which a `SequenceScores` is saved in the file."""
 
     mass: float
-    """Its `normalizer`."""
+    """The `normalizer` of the `SequenceScores`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Rows of (weight, dtype, sums, independent, errors, measured)."""
+    """Four fields of the `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
     selections: list[_TopKSample]
     index: int
 
@@ -161,8 +161,8 @@ def write(path: Path, saved: SavedScan) -> None:
 def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
     """Save a scan together with the parts that other processes have saved in the same file. Returns the new file's identity.
 
-    seen: the file's identity after this scan last wrote it. If two processes write at the same moment, parts of one are lost only
-    until it saves again. Raises UserError if the file can't be written, or now holds another scan.
+    seen: the file's identity after this scan last wrote it. If two processes write at the same moment, the parts of one process are
+    missing until that process saves again. Raises UserError if the file can't be written, or now holds another scan.
     """
     if path.exists() and (seen is None or seen.change() is not None):
         other = read(path, saved.fingerprint, saved.draws, saved.measured is not None)
@@ -173,8 +173,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
-    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from those expected, or if it is
-    exact and not estimated or the reverse.
+    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from the expected ones, or if
+    `exact` does not match its kind.
     """
     saved = read_any(path)
     differing = different(saved.fingerprint, expected)
@@ -190,7 +190,7 @@ def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = Fal
 
 
 def different(one: Fingerprint, other: Fingerprint) -> list[str]:
-    """In which of model, inputs, dtypes and settings two scans differ."""
+    """Return which of the model, inputs, dtypes and settings differ between two scans."""
     return [key for key, value in vars(other).items() if getattr(one, key) != value]
 
 
@@ -231,13 +231,13 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Rows of (weight, dtype, the figure of each column, or None if the column has none)."""
+    """Combine columns into rows of (weight, dtype, the value from each column, or None if a column has no value)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """The figures of column `number` (from 0), by weight and dtype, without those that are None."""
+    """Return the values in column `number` (from 0), keyed by weight and dtype. Values that are None are omitted."""
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 

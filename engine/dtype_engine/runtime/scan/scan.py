@@ -51,19 +51,19 @@ from dtype_engine.search.sensitivity import is_lossless
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""A plain forward pass is timed for 1 in this many sequences; for the others its time is estimated from the output's size."""
+"""A plain forward pass is timed for one in this many sequences; for the others, its duration is estimated from the output size."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Backward passes per sequence, so that all sequences together have `SAMPLES`: an error of about 15 % for six dtypes."""
+    """Return the backward passes per sequence that give `SAMPLES` over all sequences: an error of about 15 % for six dtypes."""
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
 def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """The dtypes in which a weight is scored: `targets`, and its stored dtype, which also drifts from the float32 reference."""
+    """Return `targets` and the weight's stored dtype, which may drift from the float32 reference, too."""
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 
@@ -75,15 +75,15 @@ class ScannedSequence:
     scores: SequenceScores
     unit: str
     forward_seconds: float
-    """Time of a plain forward pass over the sequence, measured or estimated."""
+    """Duration of a plain forward pass over the sequence in seconds, measured or estimated."""
     scan_seconds: float
-    """Time of the scan of the sequence."""
+    """Duration of the scan of this sequence in seconds."""
 
 
 @dataclass
 class Scan:
-    """A running or finished scan. `run` continues it; `measure` and `add` are its steps, for callers that scan sequences in other
-    processes.
+    """A running or finished scan. `run` continues it. Callers that scan sequences in other processes call the steps of `run`, which
+    are `measure` and `add`.
     """
 
     model: LiveModel
@@ -91,20 +91,20 @@ class Scan:
     dtypes: tuple[str, ...] = DEFAULT_DTYPES
     settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
-    """Backward passes per sequence; None for `default_draws`."""
+    """Number of backward passes per sequence. If None, `default_draws` decides."""
     budget: int = field(default_factory=memory_budget)
-    """Bytes for gradients and cast weights; by default a quarter of the memory that is free now."""
+    """Maximum number of bytes for gradients and cast weights; by default, a quarter of the memory that is free at the start."""
     save: Path | None = None
     """A file that is read at the start and written after every sequence."""
     done: dict[int, SequenceScores] = field(default_factory=dict)
-    """The results by index of the sequence."""
+    """The results, keyed by sequence index."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
     """The share of the sequences that this process scans."""
     on_unsaved: Callable[[str], None] | None = None
-    """Called with the reason when the file can't be written, and the scan goes on unsaved; None: raise UserError."""
+    """Called with the reason if the file can't be written; the scan then continues unsaved. If None, UserError is raised."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Scan:
             self.keep_in(self.save)
 
     def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
-        """Continue from the results in a file, if it exists, and save to it from now on.
+        """Continue from the results in a file, if the file exists, and save to it from now on.
 
         Raises UserError, with nothing changed, if the file holds another scan.
         """
@@ -143,7 +143,7 @@ class Scan:
         self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        """Whether a cast loses nothing: it rounds neither the weight nor the activations that are multiplied with it."""
+        """Return whether a cast loses nothing: it rounds neither the weight nor the activations multiplied by the weight."""
         rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
         return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
 
@@ -159,15 +159,15 @@ class Scan:
 
     @property
     def private_bytes(self) -> int:
-        """Bytes that a process needs in addition to the mapped files: the largest weight in each dtype. Graphs are not included,
-        because they have a separate budget.
+        """Number of bytes that a process needs in addition to the mapped files: the largest weight in each dtype. Graphs are not
+        included, because they have a separate budget.
         """
         return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
             1 + len(self.dtypes)
         )
 
     def pending(self) -> list[int]:
-        """The indexes of the sequences of this shard that are not scanned yet."""
+        """Return the indexes of the sequences of this shard that are not scanned yet."""
         return [index for index in self.shard.of(range(self.parts)) if index not in self.done]
 
     def run(
@@ -179,7 +179,7 @@ class Scan:
         """Scan the remaining sequences of this shard. `on_progress("scan", done, total)` counts operations, and
         `on_estimate(report)` gets the report after every sequence.
 
-        Raises NoForward, KernelError and Cancelled; finished sequences are kept, and the next `run` continues after them.
+        Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
         """
         report: ScanReport | None = None
         count = len(self.shard.of(range(self.parts)))
@@ -200,7 +200,7 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Scan one sequence, in any order. `on_measured(done, total)` counts operations. Raises as `run` does."""
+        """Scan one sequence, in any order. `on_measured(done, total)` counts operations. Raises the same errors as `run`."""
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
             started = time.perf_counter()
@@ -240,7 +240,7 @@ class Scan:
             self.on_unsaved(str(error))
 
     def report(self) -> ScanReport:
-        """The estimate so far. Raises UserError if no sequence is finished."""
+        """Return the estimate from the sequences scanned until now. Raises UserError if no sequence is finished."""
         if not self.done:
             raise UserError("the scan has no estimate yet: no sequence is finished")
         in_order = [self.done[index] for index in sorted(self.done)]  # the order changes sums of floats
@@ -268,7 +268,7 @@ class Scan:
         )
 
     def write(self, path: Path) -> None:
-        """Save the results so far. Raises UserError if the file can't be written."""
+        """Save the results of all finished sequences. Raises UserError if the file can't be written."""
         self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(

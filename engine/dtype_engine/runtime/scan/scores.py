@@ -1,14 +1,14 @@
 """Combines the results of all sequences into a score and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error). Its
-standard error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
+A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error). Its standard
+error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
 
-A sample (Σ g·Δ)² has a relative standard error of √2, and samples of different dtypes are independent. Its ratio to Σ g²Δ², which
-says how strongly an operation's errors are correlated, is nearly the same in all dtypes of a weight. So each ratio is shrunk
-towards the mean of its weight, unless ratios differ between dtypes by more than sampling explains. This is an empirical-Bayes
-(James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's Estimator and its Generalizations" (1975). The weight
-of a ratio's own value is a / (a + v): v is the sampling variance, and a is by how much the median variance between dtypes
-exceeds it.
+A sample (Σ g·Δ)² has a relative standard error of √2, and samples of different dtypes are independent. Its ratio to Σ g²Δ² shows
+how strongly an operation's errors are correlated, and this ratio is nearly the same in all dtypes of a weight. So each ratio is
+shrunk towards the mean of its weight, unless ratios differ between dtypes by more than sampling explains. This is an
+empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's Estimator and its Generalizations"
+(1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the amount by which the median variance
+between dtypes exceeds v.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ Scores = dict[Key, tuple[float, float | None]]
 
 @dataclass
 class SequenceScores:
-    """The results of one sequence, by weight and dtype."""
+    """The results of one sequence, keyed by weight and dtype."""
 
     normalizer: float
-    """Divides the sums: the number of positions, or the energy of the output."""
+    """The divisor of the sums: the number of positions, or the energy of the output."""
     sums: dict[Key, float]
     """(Σ g·Δ)² over the sequence's positions, averaged over the probes."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """Σ g²Δ²: equals `sums` if the errors of an operation's output elements are independent, and varies far less between probes."""
+    """Σ g²Δ². It equals `sums` if errors of an operation's output elements are independent, and varies far less between probes."""
     errors: dict[Key, float] = field(default_factory=dict)
     """The standard errors of `sums`."""
     complete: bool = False
-    """Whether the probes span the output, so that `sums` are exact."""
+    """Whether the probes span the output space, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
     """The same quantity as `sums`, measured by separate passes for a few weights: see `dtype_dependent_weights`."""
@@ -48,7 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Every score and its standard error. `free(weight, dtype)` says whether the cast loses nothing, so that the score is 0."""
+    """Return every score and its standard error. `free(weight, dtype)` returns whether a cast loses nothing, so the score is 0."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
@@ -76,7 +76,7 @@ def combine_scores(
 def _score(
     done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
-    """The ratio estimate Σ sums / Σ normalizers over all sequences, and its standard error."""
+    """Return the ratio estimate Σ sums / Σ normalizers over all sequences, and its standard error."""
     parts = [each.get(key, 0.0) for each in sums]
     normalizer, count = sum(normalizers), len(normalizers)
     score = sum(parts) / normalizer if normalizer else math.inf
@@ -108,7 +108,7 @@ def _shrink_to_mean(
                 ratios[key] = whole / apart
         if len(ratios) > 1 and any(ratios.values()):
             groups.append(ratios)
-    # By how much the relative variance of the ratios of a weight exceeds the sampling variance.
+    # The amount by which the relative variance of a weight's ratios exceeds the sampling variance.
     spreads = [_relative_variance(list(ratios.values())) for ratios in groups]
     beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
     own = beyond / (beyond + variance)
@@ -124,6 +124,6 @@ def _shrink_to_mean(
 
 
 def _relative_variance(values: Sequence[float]) -> float:
-    """The variance divided by the squared mean. (`statistics.variance` uses fractions and takes many times as long.)"""
+    """Return the variance divided by the squared mean. (`statistics.variance` uses fractions and takes many times as long.)"""
     mean = math.fsum(values) / len(values)
     return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / mean**2

@@ -51,20 +51,20 @@ class SequenceScan:
     wanted: Mapping[str, tuple[str, ...]]
     """The dtypes in which each weight is scored."""
     costly: Mapping[str, tuple[str, ...]]
-    """Those of the `wanted` dtypes in which a weight loses something, so that it must be measured."""
+    """The dtypes of `wanted` that change a weight's values or round its activations, so that the weight must be measured."""
     num_probes: int
-    """Backward passes from the main output."""
+    """Number of backward passes from the main output."""
     budget: int
-    """Bytes of memory for gradients."""
+    """Maximum number of bytes for gradients."""
     local: LocalErrors
     on_measured: Callable[[int, int], None]
-    """Called as `on_measured(done, total)` with numbers of operations."""
+    """Called as `on_measured(done, total)` with the number of measured operations and of all operations."""
     cancelled: IsCancelled
     classes: ClassesDim = "auto"
     """The setting `classes_dim`."""
     unit: str = ""
     elements: int = 1
-    """Elements of the main output."""
+    """Number of elements in the main output."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[TopKSample] = field(default_factory=list)
@@ -75,7 +75,7 @@ class SequenceScan:
     _measured: int = 0
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence `index` of `sequences`. Raises NoForward, KernelError, Cancelled."""
+        """Scan the sequence with the number `index` out of `sequences` sequences. Raises NoForward, KernelError, Cancelled."""
         output, mode = self._forward(batch)
         self._operations = mode.operations
         name, main = main_output(output)
@@ -98,7 +98,7 @@ class SequenceScan:
         reference = _Reference(main.detach(), distribution)
 
         def drift(mode: ReferenceMode) -> float:
-            """The drift of a pass under another mode, summed over the positions."""
+            """Return the drift of a pass under another mode, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
             output = main_output(self._call(batch, mode))[1]
@@ -149,7 +149,7 @@ class SequenceScan:
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with a graph. If later operations overwrote recorded tensors, run it again and copy those tensors."""
+        """Run the reference with an autograd graph. If later operations overwrite recorded tensors, run it again and copy them."""
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
@@ -164,7 +164,7 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes. Those of the margins come first, so that they are measured together with the first probes."""
+        """Run all backward passes. Those from the margins come first, to be measured together with the first probes."""
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
@@ -234,9 +234,9 @@ class _Gradients:
     stacked: torch.Tensor
     """The gradients, [N, E]."""
     columns: torch.Tensor
-    """The number of the backward pass of each gradient, [N]."""
+    """The number of the backward pass for each gradient, [N]."""
     squares: torch.Tensor
-    """Squared gradients [1 + calls, E]: first their sum over all probes, then those of each sampled `topk` call."""
+    """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
     apart: torch.Tensor
     """The column of `SequenceScan._independent` for each row of `squares`."""
 
@@ -244,7 +244,7 @@ class _Gradients:
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
         """Stack gradients. `count` is the number of probes: backward passes with higher numbers belong to sampled `topk` calls."""
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
-        # They are added one by one, because torch takes ten times as long to sum over a first dimension of four.
+        # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         drawn = torch.zeros_like(gradients[0][1])
         for column, gradient in gradients:
             if column < count:
@@ -258,7 +258,7 @@ class _Gradients:
 
 
 class _Reference:
-    """The reference's output in float64, prepared once for comparisons by the definitions in `metrics`."""
+    """The reference's output in float64, prepared once for several comparisons with the definitions in `metrics`."""
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution
@@ -268,7 +268,7 @@ class _Reference:
             self.p = self.log_p.exp()
 
     def drift(self, other: torch.Tensor) -> float:
-        """The KL divergence, or the squared difference, summed over all positions; infinity if it is not finite."""
+        """Return the KL divergence, or the squared difference, summed over all positions, or infinity if the sum is not finite."""
         if not self.distribution:
             total = float((other.double() - self.values).square().sum())
         else:

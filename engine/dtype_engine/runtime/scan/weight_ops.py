@@ -32,12 +32,12 @@ Remake = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """How a tensor was made from a weight: it is the weight itself, or a view or function of this weight alone."""
+    """The way in which a tensor derives from a single weight: it is the weight itself, a view of it, or another function of it."""
 
     weight: str
     """The weight's canonical name."""
     remake: Remake
-    """Makes the tensor again from other values of the weight."""
+    """A function that computes the tensor from other values of the weight."""
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
     written: bool = False
@@ -54,40 +54,40 @@ class WeightOp:
     args: Arguments
     kwargs: dict[str, Any]
     sources: dict[int, WeightOrigin]
-    """The arguments that come from weights, by the `id` of the argument."""
+    """The arguments that come from weights, keyed by the `id` of the argument."""
     outputs: list[torch.Tensor]
     versions: list[int] = field(default_factory=list)
     """torch's version counters of the arguments and outputs, taken right after the operation."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
-    """For each output of E elements: (number of the backward pass, its gradient [E]), until the gradients are used."""
+    """For each output of E elements: pairs of a backward pass's number and its gradient [E], until the gradients are used."""
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The names of the weights among its arguments, without repeats."""
+        """The names of the weights among the arguments, each once."""
         return tuple(dict.fromkeys(source.weight for source in self.sources.values()))
 
     @property
     def overwritten(self) -> bool:
-        """Whether a later operation wrote to its arguments or outputs, so that it can't be run again with the same values."""
+        """Whether a later operation wrote to the arguments or outputs, so that a rerun would use other values."""
         return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
     def note_versions(self) -> None:
-        """Store the version counters of its tensors, so that `overwritten` can compare them later."""
+        """Store the version counters of the arguments and outputs, so that `overwritten` can compare them later."""
         self.versions = [version_of(tensor) for tensor in self._held()]
 
 
 class WeightOpRecorder(ReferenceMode):
     """Runs the reference with an autograd graph and records every weighted operation.
 
-    `topk_calls` has the `topk` calls whose scores depend on a weight. `dtype_read` has the weights of operations whose output's
-    dtype the model's code read.
+    `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
+    dtype the model's code has read.
 
-    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of operations whose tensors are
-    overwritten later, so copies of them are kept. on_gradient(operation, index of the output, gradient) is called in the backward
-    pass.
+    wanted: the weights whose operations are recorded. copies: indexes, in the order of the pass, of operations whose tensors are
+    overwritten later, so that copies of these tensors are kept. on_gradient(operation, index of the output, gradient): called in
+    the backward pass.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Whether the results are a function of a single weight and of nothing else: a view of it, or `-exp(A)`."""
+        """Return whether the results are a view or another function of a single weight and of nothing else, such as `-exp(A)`."""
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
         return only_weights and one and bool(results) and not any(tensor.requires_grad for tensor in results)
@@ -264,7 +264,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """An output with some tensors (by `id`) replaced. torch's named tuples become plain tuples."""
+    """Return an output in which the tensors whose `id` is in `new` are replaced. torch's named tuples become plain tuples."""
     if not new:
         return value
     if isinstance(value, torch.Tensor):

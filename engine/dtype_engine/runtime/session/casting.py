@@ -36,7 +36,7 @@ class Casting:
         self.use(recipe, on_progress, cancelled)
 
     def add(self, rule: Rule) -> None:
-        """Push the current recipe with one more rule. Raises as `use` does, and UserError if the rule matches nothing."""
+        """Push the current recipe extended by one rule. Raises as `use` does, and UserError if the rule matches nothing."""
         recipe = self.plan.recipe.then(rule)
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
@@ -45,20 +45,20 @@ class Casting:
         self.push(recipe)
 
     def undo(self) -> bool:
-        """Go back to the previous recipe. Returns False if there is none."""
+        """Restore the previous recipe. Returns False if there is none."""
         moved = self._history.undo()
         self.use(self._history.recipe)
         return moved
 
     def redo(self) -> bool:
-        """Apply the recipe that `undo` reverted last. Returns False if there is none."""
+        """Apply the recipe that `undo` reverted most recently. Returns False if there is none."""
         moved = self._history.redo()
         self.use(self._history.recipe)
         return moved
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:
-        """Undo all casts that the block makes: at its end the current recipe is applied again."""
+        """Undo all casts made in the block: when the block ends, the current recipe is applied again."""
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""Adds `__repr__` and `_repr_html_` to result classes. They are added here because result classes must not import reports."""
+"""Adds `__repr__` and `_repr_html_` to result classes. This is done here because result classes must not import reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dtype_engine.results.scan import ScanReport
 
 
 def show_in_notebooks() -> None:
-    """Make notebooks show trees, drift reports and scan reports as tables, and prompts show a drift report in five lines."""
+    """Make notebooks show trees, drift reports and scan reports as tables, and make prompts show a drift report in five lines."""
     DriftReport.__repr__ = drift_repr  # type: ignore[assignment]
     Tree._repr_html_ = tree_html  # type: ignore[attr-defined]
     DriftReport._repr_html_ = drift_html  # type: ignore[attr-defined]

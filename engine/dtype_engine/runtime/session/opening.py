@@ -26,18 +26,18 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """How many threads each of `processes` may use if they share `threads` threads (None: torch's default number of threads)."""
+    """Return how many threads each of `processes` processes may use if they share `threads` threads (None: torch's default)."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
 def use_threads(threads: int | None) -> None:
-    """Set how many threads torch computes with; None changes nothing."""
+    """Set the number of threads that torch uses for computations. If None, nothing is changed."""
     if threads:
         torch.set_num_threads(threads)
 
 
 def gpu_count() -> int:
-    """The number of GPUs that CUDA can use."""
+    """Return the number of GPUs that CUDA can use."""
     return torch.cuda.device_count()
 
 
@@ -48,15 +48,15 @@ def open_session(
     on_step: OnStep = lambda step: None,
     refused: Callable[[str], None] | None = None,
 ) -> Session:
-    """Open a model: load it and make its inputs. Nothing is cast.
+    """Open a model: load it and create its inputs. No tensor is cast.
 
     Args:
         model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module, which is
-            not copied: it is put in evaluation mode and cast in place.
+            not copied but set to evaluation mode and cast in place.
         options: How to open and run it.
-        inputs: The inputs: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one per call.
+        inputs: The inputs: a dict (keyword arguments), a tuple (positional arguments), a tensor, or a list of these, one per call.
         on_step: Called with a description of each step.
-        refused: Called with the reason if the inputs in `options` do not fit; the session then opens with default inputs. If None,
+        refused: Called with the reason if the inputs in `options` do not fit. The session then opens with default inputs. If None,
             the error is raised.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Imports what every evaluation needs. The fork server of a process pool imports this module once, before it forks processes."""
+"""Imports the modules that every evaluation needs. A process pool's fork server imports this one once, before it forks."""
 
 from dtype_engine.runtime.session.opening import import_loaders
 

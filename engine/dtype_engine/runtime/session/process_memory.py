@@ -1,4 +1,4 @@
-"""The memory of the process as the operating system counts it, in bytes."""
+"""The memory of the process according to the operating system, in bytes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """The memory of a process in bytes. A figure is None if the system does not report it."""
+    """The memory of a process in bytes. A value is None if the system does not report it."""
 
     rss: int
-    """The resident set."""
+    """The size of the resident set."""
     anonymous: int | None
     """The part of the resident set that is not backed by a file."""
     mapped: int | None
-    """The part that is mapped from the checkpoint's files, which the system can reclaim."""
+    """The part of the resident set that is mapped from the checkpoint's files and that the system can reclaim."""
     peak_rss: int | None
     """The largest resident set since `reset_peak_rss`."""
 
 
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
-    """The current memory of this process. `files` are the checkpoint's files."""
+    """Return the current memory of this process. `files` are the checkpoint's files."""
     if not sys.platform.startswith("linux"):
         memory = psutil.Process().memory_info()
         return ProcessMemory(memory.rss, None, None, None)
@@ -59,9 +59,9 @@ def reset_peaks(device: torch.device) -> None:
 
 
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
-    """The current bytes of a model's weights under a plan, of the process, and of the model's device.
+    """Return the current number of bytes of a model's weights under a plan, of the process, and of the model's device.
 
-    kept_outputs: (bytes of outputs kept for later measurements, the most that may be kept); None before the first measurement.
+    kept_outputs: the number of bytes of outputs kept for later measurements, and its limit. If None, nothing was measured yet.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
@@ -98,7 +98,7 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int:
-    """Bytes of resident pages mapped from these files. In smaps (see proc(5)), a line with the path begins each mapping."""
+    """Return the number of resident bytes mapped from these files. In smaps (proc(5)), each mapping begins with its file's path."""
     wanted = [re.escape(str(path.resolve()).encode()) for path in files]
     if not wanted:
         return 0

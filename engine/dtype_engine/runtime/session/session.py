@@ -1,4 +1,4 @@
-"""The session: one open model and all operations on it. It is the synchronous public API, and all that the worker calls."""
+"""The session: one open model and all operations on it. It is the synchronous public API, and the only part used by the worker."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ T = TypeVar("T")
 
 
 def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Decorate a method that reads weights: it raises UserError if the weight files have changed since they were opened."""
+    """Make a method that reads weights raise UserError if the weights files have changed since they were opened."""
 
     @functools.wraps(method)
     def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -76,7 +76,7 @@ def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Co
 
 
 class Session:
-    """A live model, its current recipe, and its measurements. `dtype_engine.open` makes one.
+    """A live model, its current recipe, and its measurements. `dtype_engine.open` returns one.
 
     Methods that read weights raise UserError if the model's files have changed since they were opened.
 
@@ -92,11 +92,11 @@ class Session:
         self.model = model
         self.options = options
         self.settings = options.settings
-        """How the candidate is run. May be replaced between measurements."""
+        """The settings for running the candidate. They may be replaced between measurements."""
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
-        """The inputs on which the model is run; None if it can't be run."""
+        """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """Why the model can't be run: a sentence with placeholders for hints, which the command line and the app fill in."""
+        """The reason why the model can't be run: a sentence with placeholders for hints of the command line or the app."""
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
@@ -119,7 +119,7 @@ class Session:
         )
 
     def _repr_html_(self) -> str:
-        """The HTML that a notebook shows for the session."""
+        """Return the HTML that a notebook shows for the session."""
         return session_html(self.model.title, self.tree, self.plan, self._inputs_text())
 
     def _inputs_text(self) -> str:
@@ -129,7 +129,7 @@ class Session:
 
     @property
     def no_forward(self) -> str | None:
-        """Why the model can't be run; None if it can be.
+        """The reason why the model can't be run, or None if it can.
 
         >>> session.no_forward
         """
@@ -167,10 +167,10 @@ class Session:
 
     @reading_weights
     def cast(self, pattern: str, dtype: str) -> Plan:
-        """Add a rule to the recipe, and cast the tensors that it selects in place.
+        """Add a rule to the recipe, and cast the tensors that match it in place.
 
         Args:
-            pattern: Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression.
+            pattern: Names of modules or tensors, with wildcards, or `type:` and a class, or `re:` and a regular expression.
             dtype: The dtype to cast to: a name or short name, or "stored".
 
         Returns:
@@ -195,13 +195,13 @@ class Session:
         Rules that match nothing have no effect; `plan.unmatched` lists them.
 
         Args:
-            recipe: The rules. The last one that selects a tensor decides its dtype.
-            on_progress: Called with the number of tensors cast so far and of all to cast.
+            recipe: The recipe. The last rule that matches a tensor decides its dtype.
+            on_progress: Called with the number of tensors already cast and the number of all tensors to cast.
             cancelled: Checked between tensors.
 
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` returned True; the next recipe that is applied completes the cast.
+            Cancelled: `cancelled()` returned True; the next call that applies a recipe completes the cast.
 
         Example:
             >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
@@ -215,13 +215,13 @@ class Session:
         """Replace the recipe as `apply` does, but without an undo step, for callers that keep their own history.
 
         Args:
-            recipe: The rules. The last one that selects a tensor decides its dtype.
-            on_progress: Called with the number of tensors cast so far and of all to cast.
+            recipe: The recipe. The last rule that matches a tensor decides its dtype.
+            on_progress: Called with the number of tensors already cast and the number of all tensors to cast.
             cancelled: Checked between tensors.
 
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled()` returned True; the next recipe that is applied completes the cast.
+            Cancelled: `cancelled()` returned True; the next call that applies a recipe completes the cast.
 
         Example:
             >>> session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16")]))
@@ -232,10 +232,10 @@ class Session:
 
     @reading_weights
     def undo(self) -> bool:
-        """Go back to the previous recipe.
+        """Restore the previous recipe.
 
         Returns:
-            False if there is nothing to undo.
+            Whether there was a recipe to restore.
 
         Example:
             >>> _ = session.cast("*", "float16")
@@ -246,10 +246,10 @@ class Session:
 
     @reading_weights
     def redo(self) -> bool:
-        """Apply the recipe that `undo` reverted last.
+        """Apply the recipe that `undo` reverted most recently.
 
         Returns:
-            False if there is nothing to redo.
+            Whether there was a recipe to apply.
 
         Example:
             >>> session.redo()
@@ -258,7 +258,7 @@ class Session:
         return self._casting.redo()
 
     def putting_back(self) -> AbstractContextManager[None]:
-        """A context manager that undoes all casts made in its block: at the end the current recipe is applied again.
+        """Return a context manager that undoes all casts made in its block: at the end, the current recipe is applied again.
 
         Example:
             >>> name = next(iter(session.model.weights))
@@ -271,14 +271,14 @@ class Session:
 
     @reading_weights
     def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
-        """The weights in which a cast makes values infinite or zero. Rounding does not count as a loss.
+        """Find the weights in which a cast makes values infinite or zero. Rounding is not a loss.
 
         Args:
             cancelled: Checked between tensors.
-            plan: The plan to count for; by default that of the current recipe.
+            plan: The plan whose losses are counted; by default, that of the current recipe.
 
         Returns:
-            One entry for each weight that loses values, with the numbers of lost values.
+            One entry for each weight that loses values, with the number of lost values of each kind.
 
         Raises:
             Cancelled: `cancelled()` returned True.
@@ -291,10 +291,10 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe from the last scan, as the sum of the scores of its weights.
+        """Predict the drift of a recipe from the last scan, by adding the scores of the weights that it casts.
 
         Args:
-            recipe: By default the current recipe.
+            recipe: The recipe; by default, the current one.
 
         Returns:
             The drift in the scan's unit. Raises UserError if there is no scan, or if it lacks a dtype of the recipe.
@@ -310,13 +310,13 @@ class Session:
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
-        """The Pareto front of the model's bytes and the predicted drift, from the last scan.
+        """Compute the Pareto front of the model's bytes and the predicted drift from the last scan.
 
         Args:
-            constraints: Which weights stay as stored, share a dtype, or may have only certain dtypes.
+            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes.
 
         Returns:
-            The points, largest model first. Raises UserError if there is no scan.
+            The points of the front, largest model first. Raises UserError if there is no scan.
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
@@ -328,10 +328,10 @@ class Session:
         return make_front(self.tree, self.scanned.scores(), constraints or Constraints())
 
     def memory(self) -> MemoryStats:
-        """The current memory of the weights and of the process.
+        """Return the current memory of the weights and of the process.
 
         Returns:
-            Figures in bytes. `peak_rss_bytes` is the peak since the last measurement began. Figures that the system does not report
+            Values in bytes. `peak_rss_bytes` is the peak since the last measurement began. Values that the system does not report
             are None.
 
         Example:
@@ -352,23 +352,22 @@ class Session:
         """Write a checkpoint in the dtypes of the current recipe. The source is not changed.
 
         With `quantize_activations="weights"`, the checkpoint requests quantised activations for the formats in which runtimes
-        support them. For NVFP4, the inputs are run first, because the checkpoint holds scales from their largest values.
+        support them. For NVFP4, the model first runs on the inputs, because the checkpoint stores scales of activations.
 
         Args:
             folder: A new folder.
-            max_shard_size: The most bytes in one file of weights, as a number or as "5GB".
-            on_bytes: Called with the bytes written so far and in all.
+            max_shard_size: The maximum size of each weights file, in bytes or as in "5GB".
+            on_bytes: Called with the number of bytes already written and the total.
             cancelled: Checked between pieces. If it returns True, nothing is left behind.
-            force: Replace a folder that is not empty, once everything is written.
-            incomplete: Export a checkpoint although it lacks tensors.
+            force: Whether to replace a previous export in this folder, once everything is written.
+            incomplete: Whether to export a checkpoint that lacks tensors.
 
         Returns:
-            A report of what was written, in bytes and seconds.
+            A report on the written files, with sizes in bytes and times in seconds.
 
         Raises:
-            UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint
-                lacks tensors.
-            NoForward: The inputs must be run, but the model can't be run.
+            UserError: The folder can't be written or is not empty, the disk is too full, or the checkpoint lacks tensors.
+            NoForward: The export needs activation scales, but the model can't be run.
             Cancelled: `cancelled()` returned True.
 
         Example:
@@ -383,7 +382,7 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """The tensors that `export` writes. The inputs are run if a format needs their scale. Raises as `export` does.
+        """Return the tensors that `export` writes. The model runs if a format needs activation scales. Raises as `export` does.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
@@ -402,7 +401,7 @@ class Session:
         return of_live(self.model, self.recipe, planned, self.settings, ranges)
 
     def need_inputs(self) -> Inputs:
-        """The inputs. Raises NoForward if the model can't be run.
+        """Return the inputs. Raises NoForward if the model can't be run.
 
         Example:
             >>> len(session.need_inputs().batches)
@@ -417,12 +416,12 @@ class Session:
         """Run the reference and the candidate over the inputs, and compare their outputs.
 
         Args:
-            listener: Receives the progress of the measurement, and says how precise it must be.
+            listener: Receives the progress of the measurement, and decides how precise it has to be.
             cancelled: Checked between module calls; ignored if there is a listener.
 
         Returns:
-            Figures of the main output and of every module, memory in bytes, times in seconds. `sequences` is the number of
-            sequences that were compared.
+            Metrics of the main output and of every module, memory in bytes, times in seconds. `sequences` is the number of
+            compared sequences.
 
         Raises:
             NoForward: The model can't be run.
@@ -451,10 +450,10 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the current recipe to modules. Each is run as cast while all others run as in the reference.
+        """Attribute the drift of the current recipe to modules, by running each as cast and all others as in the reference.
 
         Args:
-            on_progress: Called with the number of parts run so far and of all.
+            on_progress: Called with the number of runs already done and the number of all runs.
             cancelled: Checked between module calls.
 
         Returns:
@@ -472,14 +471,14 @@ class Session:
 
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
-        """The noise floor: the drift between two runs of the reference that add the same numbers in a different order.
+        """Measure the noise floor: the drift between two runs of the reference that add the same numbers in a different order.
 
         Args:
-            on_progress: Called with the number of positions compared so far and of all.
+            on_progress: Called with the number of positions already compared and the number of all positions.
             cancelled: Checked between module calls.
 
         Returns:
-            The worst figures of all variants, measured once for the current inputs. Raises as `drift` does.
+            The worst metrics of all variants, which are measured once for the current inputs. Raises as `drift` does.
 
         Example:
             >>> session.floor() is session.floor()
@@ -496,15 +495,15 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Find where values stop being finite, and which rules prevent that.
+        """Find where values stop being finite, and rules that prevent this.
 
         Args:
             report: A measurement of the current recipe.
-            on_trial: Called with the number of remedies tried so far and of all.
+            on_trial: Called with the number of remedies already tried and the number of all remedies.
             cancelled: Checked between module calls.
 
         Returns:
-            The diagnosis; None if all values are finite. Raises as `drift` does.
+            The diagnosis, or None if all values are finite. Raises as `drift` does.
 
         Example:
             >>> session.nonfinite(session.drift()) is None
@@ -523,13 +522,13 @@ class Session:
         """Find rules that keep the values which the current recipe makes infinite or zero.
 
         Args:
-            report: A measurement of the current recipe, with which the drift under the new rules is compared; None to return the
-                rules without measuring them.
-            on_trial: Called with the number of rules tried so far and of all.
+            report: A measurement of the current recipe, to compare the drift under the new rules with. If None, the rules are
+                returned without a measurement.
+            on_trial: Called with the number of rules already tried and the number of all rules.
             cancelled: Checked between module calls.
 
         Returns:
-            The rules; None if values are only rounded. Raises Cancelled.
+            The rules, or None if values are only rounded. Raises Cancelled.
 
         Example:
             >>> session.loss_remedy(None) is None
@@ -547,13 +546,13 @@ class Session:
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
-        """All implicit casts in a forward pass over the first input.
+        """Find all implicit casts in a forward pass over the first input.
 
         Args:
             cancelled: Checked between module calls.
 
         Returns:
-            The numbers of elements and calls by module, operation and dtypes. Raises as `drift` does.
+            The number of elements and calls for each module, operation and pair of dtypes. Raises as `drift` does.
 
         Example:
             >>> _ = session.cast("*.mlp", "bfloat16")
@@ -567,11 +566,11 @@ class Session:
     def generate(
         self, tokens: int = 32, on_tokens: OnTokens = ignore, cancelled: IsCancelled = never
     ) -> tuple[Generation, ...]:
-        """Let the reference and the candidate continue every input by greedy decoding.
+        """Continue every input with the reference and with the candidate, by greedy decoding.
 
         Args:
-            tokens: The most tokens to generate for each input.
-            on_tokens: Called with the run ("reference" or "candidate"), the tokens generated so far, and the most in all runs.
+            tokens: The maximum number of tokens to generate for each input.
+            on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the total maximum.
             cancelled: Checked after every token.
 
         Returns:
@@ -591,12 +590,12 @@ class Session:
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
-        """Time whole forward passes in the reference's dtype, with the weights as stored, and with the weights as cast.
+        """Time whole forward passes in the reference's dtype, with the stored weights, and with the cast weights.
 
         Args:
-            on_passes: Called with the row that is being timed, the passes done so far, and all passes.
+            on_passes: Called with the row that is being timed, the number of finished passes, and the number of all passes.
             cancelled: Checked between module calls.
-            repeats: Timed passes per row, which follow one warm-up pass.
+            repeats: The number of timed passes per row, which follow one warm-up pass.
 
         Returns:
             Seconds per pass: the median, fastest and slowest of each row. Raises as `drift` does.
@@ -625,11 +624,11 @@ class Session:
 
         Args:
             dtypes: The dtypes in which weights are scored.
-            draws: Backward passes per sequence for the estimate; by default 24 over all sequences, and at least 4 for each.
-            exact: Measure each weight in each dtype alone, instead of estimating.
+            draws: The number of backward passes per sequence; by default 24 over all sequences, but at least 4 for each.
+            exact: Whether to measure each weight in each dtype separately, instead of estimating.
             save: A file in which the scan is saved after every sequence, and from which it continues.
-            on_progress: Called with the name of the step, the work done so far, and all work.
-            on_estimate: Called with the scores so far.
+            on_progress: Called with the name of the step, the number of finished parts, and the number of all parts.
+            on_estimate: Called with intermediate reports.
             cancelled: Checked between module calls.
 
         Returns:
@@ -647,7 +646,7 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """The scan that `scan` runs, for callers that run its parts. The same arguments give the same scan. Raises as `scan` does.
+        """Return the scan that `scan` runs, to run it in parts. Equal arguments return the same scan. Raises as `scan` does.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
@@ -663,14 +662,14 @@ class Session:
         measure: bool = False,
         cancelled: IsCancelled = never,
     ) -> SearchReport:
-        """Find the best recipe under one limit, from the last scan.
+        """Find the best recipe under one limit, with the scores of the last scan.
 
         Args:
-            budget: The most bytes of the whole model, as a number, as "12GiB", or as "45%" of the stored bytes; the recipe with the
-                lowest predicted drift is returned.
-            max_drift: The highest predicted drift; the recipe with the fewest bytes is returned.
-            constraints: Which weights stay as stored, share a dtype, or may have only certain dtypes.
-            measure: Also apply the recipe and measure its drift.
+            budget: The maximum size of the whole model, in bytes, as "12GiB", or as "45%" of the stored bytes. The result is the
+                recipe with the lowest predicted drift.
+            max_drift: The maximum predicted drift. The result is the recipe with the fewest bytes.
+            constraints: The weights that stay as stored, share a dtype, or may have only certain dtypes.
+            measure: Whether to also apply the recipe and measure its drift.
             cancelled: Checked between module calls of the measurement.
 
         Returns:
@@ -708,11 +707,11 @@ class Session:
         """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
 
         Args:
-            options: Its inputs are first tried with the reference: one call or, for given tensors, one call of each shape.
+            options: The options with the inputs. The reference first runs one call, or for tensors of the user one of each shape.
             cancelled: Checked between module calls.
 
         Raises:
-            UserError: The inputs can't be made, do not fit the model, or fail when they are run; nothing is changed.
+            UserError: The inputs can't be created, do not fit the model, or make the run fail; nothing is changed.
             Cancelled: `cancelled()` returned True; nothing is changed.
 
         Example:
@@ -728,7 +727,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """A summary of the inputs, call by call; None if the model can't be run.
+        """A summary of the inputs, call by call, or None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)
@@ -738,7 +737,7 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """(bytes of outputs kept for later measurements, the most that may be kept); None before the first measurement.
+        """(bytes of outputs kept for later measurements, their limit), or None before the first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

@@ -26,14 +26,14 @@ class ExportedValues:
     metadata: dict[str, str] = field(default_factory=dict)
     """The metadata in the headers of all files."""
     misplaced: dict[str, str] = field(default_factory=dict)
-    """The tensors for which the index names the wrong file, with what is wrong in words."""
+    """The tensors for which the index names the wrong file, each with a description of the problem."""
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Open all files with weights in an export. In a pipeline, the name of a tensor begins with the name of its component.
+    """Open all weights files of an export. In a pipeline, the name of a tensor begins with the name of its component.
 
-    copied: paths of files that were copied from the source and are skipped. Raises UserError if there are no files with weights, or
-    if safetensors can't read one.
+    copied: paths of files that were copied from the source, which are skipped. Raises UserError if there are no weights files, or
+    if safetensors can't read one of them.
     """
     exported = ExportedValues()
     parts = [("", folder)]

@@ -1,5 +1,5 @@
-"""An independent implementation of the block formats, to compare exports with. It uses tables and numpy, follows the definitions
-in the docstrings of `runtime/formats/`, and shares no code with that package.
+"""An independent implementation of the block formats, for comparisons with exports. It uses tables and numpy, follows the
+definitions in the docstrings of `runtime/formats/`, and shares no code with that package.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
 
 _AT_ONCE = 1 << 22
-"""How many elements are computed at once."""
+"""Maximum number of elements that are computed at once."""
 
 
 def quantize_blocks_independently(
     values: torch.Tensor, dtype: str, shared: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors that a file must hold for a weight in a block format, in the order of `core.block_formats.parts`.
+    """Return the tensors that a file must hold for a weight in a block format, in the order of `core.block_formats.parts`.
 
-    shared: the largest finite |value| of all weights that share the tensor scale; None if the weight shares it with none.
+    shared: the largest finite |value| of all weights that share the tensor scale; if None, the weight shares none.
     """
     row = dtypes.BY_NAME[dtype]
     blocks = row.blocks
@@ -65,7 +65,7 @@ def quantize_blocks_independently(
 
 
 def finite_largest(values: torch.Tensor) -> float:
-    """The largest finite |value| of a tensor; 0 if it is empty."""
+    """Return the largest finite |value| of a tensor, or 0 if the tensor is empty."""
     finite = torch.where(torch.isfinite(values), values, 0).to(torch.float32).abs()
     return finite.max().item() if finite.numel() else 0.0
 
@@ -75,12 +75,12 @@ def _tensor_scale(largest: float) -> Any:
         scale = np.float32(1) / max(np.float32(largest), np.finfo(np.float32).tiny) * np.float32(448 * 6)
     if not np.isfinite(scale):
         return np.float32(1)
-    # Under a smaller one an element of 6 in a block of scale 448 would be infinite.
+    # With a smaller tensor scale, an element of 6 in a block of scale 448 would be infinite.
     return max(scale, np.float32(448 * 6 / float(np.finfo(np.float32).max) * (1 + 2**-22)))
 
 
 def _in_blocks(part: Any, blocks: Blocks) -> Any:
-    """A matrix as blocks: [down, rows of a block, across, columns of a block], padded with zeros."""
+    """Return a matrix as blocks: [down, rows of a block, across, columns of a block], padded with zeros."""
     height, width = part.shape
     more = (-height % blocks.rows, -width % blocks.columns)
     padded = np.pad(part, ((0, more[0]), (0, more[1])))
@@ -88,7 +88,7 @@ def _in_blocks(part: Any, blocks: Blocks) -> Any:
 
 
 def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
-    """(the divisors of the blocks, their scales as a file holds them, zero points), each [down, across]."""
+    """Return the divisors of the blocks, the scales in the form that a file stores, and zero points, each [down, across]."""
     each = np.where(np.isfinite(part), part, np.float32(0))
     each = _in_blocks(each, blocks)
     low, high = each.min(axis=(1, 3)), each.max(axis=(1, 3))
@@ -131,7 +131,7 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
 
 
 def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
-    """Codes before packing: the bits of a float, or integers shifted to start at 0. uint8 [rows, width]."""
+    """Return the codes before packing: the bits of a float, or integers shifted to start at 0. uint8 [rows, width]."""
     height, width = part.shape
     with np.errstate(over="ignore"):
         quotient = _in_blocks(part, blocks) / scale[:, None, :, None].astype(np.float32)
@@ -155,7 +155,7 @@ def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) 
 
 
 def _values(name: str) -> Any:
-    """All magnitudes of a small float format, indexed by the code without its sign bit."""
+    """Return all magnitudes of a small float format, indexed by the code without its sign bit."""
     row = dtypes.BY_NAME[name]
     bias = 7 if name == "float8_e4m3fn" else (1 << (row.exponent - 1)) - 1
     steps = 1 << row.mantissa
@@ -167,7 +167,7 @@ def _values(name: str) -> Any:
 
 
 def _nearest(magnitudes: Any, name: str) -> Any:
-    """The code of the value nearest to each magnitude; on a tie, the even code. The code for NaN is arbitrary."""
+    """Return the code of the value nearest to each magnitude, or the even code on a tie. The code for NaN is arbitrary."""
     values = _values(name)
     between = (values[1:] + values[:-1]) / 2
     index = np.searchsorted(between, magnitudes)
@@ -185,7 +185,7 @@ def _packed(codes: Any, row: dtypes.DType, blocks: Blocks) -> torch.Tensor:
 
 
 def _words(codes: Any, bits: int) -> torch.Tensor:
-    """Pack codes, which start at 0, into 32-bit words, the first code in the lowest bits: int32 [rows, words]."""
+    """Pack codes, which start at 0, into 32-bit words, with the first code in the lowest bits: int32 [rows, words]."""
     per_word = 32 // bits
     padded = np.pad(codes.astype(np.uint64), ((0, 0), (0, -codes.shape[1] % per_word)))
     parts = padded.reshape(len(codes), padded.shape[1] // per_word, per_word)
@@ -194,7 +194,7 @@ def _words(codes: Any, bits: int) -> torch.Tensor:
 
 
 def _bfloat16(values: Any) -> Any:
-    """Values rounded to bfloat16 (half to even), as float32. Zero becomes bfloat16's epsilon."""
+    """Round values to bfloat16 (half to even); returns them as float32. Zero becomes bfloat16's epsilon."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = ((bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)) << np.uint64(16)
     found = rounded.astype(np.uint32).view(np.float32)

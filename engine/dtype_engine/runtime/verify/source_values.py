@@ -1,7 +1,7 @@
 """Reads the values of a source with loaders of other packages: torch.load, safetensors' safe_open, gguf's reader.
 
-Exports are compared with these values. No code is shared with the reader that the exporter uses, because a mistake there would
-then be in both and remain undetected.
+Exports are compared with these values. This file shares no code with the reader that the exporter uses. Otherwise, a mistake in the
+reader would affect both sides of the comparison and remain undetected.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from dtype_engine.core.errors import UserError, one_line
 
 @dataclass(frozen=True, slots=True)
 class SourceValues:
-    """The tensors of a source by name. Each is read on use."""
+    """The tensors of a source, each of which is read on use."""
 
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
-    """Reads a tensor by its name."""
+    """A function that reads a tensor by its name."""
     unchecked: tuple[str, ...] = ()
-    """Sentences for the user about what a comparison with these values can't prove."""
+    """Sentences for the user about claims that a comparison with these values can't prove."""
 
 
 def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_component: bool = False) -> SourceValues:
-    """The values in the files of a checkpoint.
+    """Return the values in the files of a checkpoint.
 
-    wanted: the names of weights, by which the right entry of a pickle is recognised. trust: unpickle with any code. by_component:
-    names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't read its file.
+    wanted: the names of weights, which identify the right entry in a pickle. trust: whether a pickle may run any code.
+    by_component: whether names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't
+    read its file.
     """
     try:
         if all(kind_of(file) == "safetensors" for file in files):
@@ -48,7 +49,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
-    """The current values of a module that code made."""
+    """Return the current values of a module that was built by Python code."""
     state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return SourceValues(
         frozenset(state),
@@ -77,7 +78,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    """Whether to map a file instead of reading it: it would fill over half of the free memory, and its format allows mapping."""
+    """Return whether to map a file instead of reading it: it would fill over half of the free memory, and its format permits it."""
     import psutil
 
     if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):
@@ -87,7 +88,7 @@ def _mapped(file: Path) -> bool:
 
 
 def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-    """The mapping in a pickle that has the most of the `wanted` names."""
+    """Return the mapping in a pickle that has most of the `wanted` names."""
     if isinstance(pickled, torch.Tensor):
         return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}

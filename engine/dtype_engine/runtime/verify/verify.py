@@ -37,9 +37,9 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""Compares tensors in other processes. Yields, in any order, indexes of items of the contents with the problem of each, or None."""
+"""Compares tensors in other processes. Yields, in any order, item indexes of the contents and the problem of each item, or None."""
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""Bytes at the start and end of a file that are in its fingerprint: the header, and the values of the last tensor."""
+"""Numbers of bytes at the start and end of a file that its fingerprint includes: the header, and the values of the last tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class OpenExport:
     """An export and its source, both open for comparison."""
 
     contents: Contents
-    """What the export should hold."""
+    """The planned contents, with which the export is compared."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """The largest |value| of tensors that share a scale, by their names: a cache, so that it is computed once per group."""
+    """A cache of the largest |value| of each group of tensors that share a scale, keyed by the names of the group."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """For each of these items of the contents: what is wrong, or None. Raises UserError, Cancelled."""
+        """Return the problem of each item in `indexes`, or None for an item without a problem. Raises UserError, Cancelled."""
         found = []
         for index in indexes:
             if cancelled():
@@ -63,7 +63,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """The largest finite |value| of all tensors that share an item's scale; None if it is not shared."""
+        """Return the largest finite |value| of all tensors that share an item's scale, or None if its scale is not shared."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -72,7 +72,7 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """What is wrong with one tensor, or None."""
+        """Describe the problem with one tensor. Returns None if there is no problem."""
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -98,10 +98,10 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """What is wrong with the scale of a layer's inputs, or None.
+        """Describe the problem with the scale of a layer's inputs. Returns None if there is no problem.
 
-        If the weight keeps its stored dtype and the source has such a scale, it must be the same. Otherwise it must be finite and
-        positive.
+        If the weight keeps its stored dtype and the source has an input scale, the scales must be equal. Otherwise the scale must
+        be finite and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -113,7 +113,7 @@ class OpenExport:
         )
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
-        """The tensors that the file should hold for an item, computed independently of the exporter."""
+        """Return the tensors that the file should hold for an item, computed independently of the exporter."""
         values = tuple(map(self.source.read, _names_read(item)))
         if item.has_scales and item.dtype == item.stored:
             return values
@@ -125,7 +125,7 @@ class OpenExport:
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
-    """Open an exported folder and the checkpoint that it was made from. Raises UserError, also if the source is no checkpoint."""
+    """Open an exported folder and its source checkpoint. Raises UserError, also if the source is not a checkpoint."""
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
@@ -135,7 +135,7 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
-    """A hash that identifies a comparison: the planned tensors, and the size, beginning and end of each file on both sides."""
+    """Return a hash that identifies a comparison: the planned tensors, and the size, start and end of each file on both sides."""
     found = hashlib.sha256()
     for item in contents.items:
         found.update(f"{item.name} {item.shape} {item.stored} {item.dtype}\n".encode())
@@ -158,10 +158,11 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the recipe in the folder. Other loaders than the exporter's read both.
+    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders other than the exporter's.
 
-    drift: also run both models; their drifts must be equal. elsewhere: compares the tensors in other processes; the source must
-    then be a checkpoint. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`, and Cancelled.
+    drift: whether to also run both models; their drifts must be equal. elsewhere: compares the tensors in other processes; the
+    source must then be a checkpoint. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`, and
+    Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -175,7 +176,7 @@ def verify(
         contents, values = _of_checkpoint(checkpoint, source, recipe, options)
     else:
         assert session is not None
-        values = of_module(session.model.module)  # the values that the code made, so before the recipe is applied
+        values = of_module(session.model.module)  # values from the code, before the recipe is applied
     if session is not None:
         session.apply(recipe)
     if checkpoint is None:
@@ -212,7 +213,7 @@ def compare(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
-    """The differences between an export and what `contents` plans for the source's values.
+    """Return the differences between an export and the plan in `contents`, applied to the source's values.
 
     Only names, dtypes and shapes come from the plan. Casts are computed independently, with `Tensor.to` or the formula for scales.
     Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
@@ -241,7 +242,7 @@ def compare(
 
 
 def _as_exported(options: Options, file: RecipeFile) -> Options:
-    """The options with the run settings in the export's recipe file, if it has any."""
+    """Return the options with the run settings in the export's recipe file, if the file has any."""
     return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
 
 
@@ -258,7 +259,7 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Tensors of the source that are missing in the export, or were left out as tied although they differ."""
+    """Return tensors of the source that are missing in the export, or that were omitted as tied although their values differ."""
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -273,7 +274,7 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
 
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
-    """The names in the source of the tensors that an item is made from, including scales if the source already has them."""
+    """Return the names of the source tensors from which an item is computed, including scales if the source has them."""
     if item.has_scales and item.dtype == item.stored:
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
@@ -283,12 +284,12 @@ def _names_read(item: ExportTensor) -> tuple[str, ...]:
 def quantize_independently(
     values: torch.Tensor, dtype: str, shared: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and scales of a tensor in a storage dtype, by the formula at the top of `numerics.quantize`, in plain torch.
+    """Return the codes and scales of a tensor in a storage dtype, computed in plain torch by the formula in `numerics.quantize`.
 
-    scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. It is 1 if all
-    values are zero, never below float32's smallest normal value, and never so large that the largest code times the scale is
+    scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
+    if all values are zero, never below float32's smallest normal value, and never so large that the largest code times the scale is
     infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all tensors that
-    share the scale; None if it is not shared.
+    share the scale; if None, the tensor has a scale of its own.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -308,13 +309,13 @@ def quantize_independently(
 
 
 def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """The shape of a file's tensor in torch, where one element of `float4_e2m1fn_x2` holds two values."""
+    """Return the shape of a file's tensor in torch, where one element of `float4_e2m1fn_x2` holds two values."""
     halved = entry.dtype == "float4_e2m1fn_x2" and entry.shape
     return (*entry.shape[:-1], entry.shape[-1] // 2) if halved else entry.shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor's elements, uint8 [elements, bytes of an element]."""
+    """Return the bytes of a tensor's elements: uint8 [elements, bytes of an element]."""
     return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 
@@ -323,7 +324,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """How many elements differ, in words; None if none do. After a cast, all bit patterns of NaN count as equal."""
+    """Describe how many elements differ. Returns None if none do. After a cast, all bit patterns of NaN are treated as equal."""
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
     differing = (_bits(expected) != _bits(stored)).any(dim=1)
@@ -335,7 +336,7 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """A sentence about scales from calibration inputs, which can't be recomputed; () if there are none."""
+    """Return a sentence about scales from calibration inputs, which can't be recomputed, or () if there are no such scales."""
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()
@@ -345,7 +346,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """A sentence that lists the export's files which hold no weights and are not copies from the source; () if there are none."""
+    """Return a sentence that lists the export's files without weights that are not copies from the source, or () if none are."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -367,7 +368,7 @@ def drift_of_export(
     options: Options,
     cancelled: IsCancelled = never,
 ) -> OutputDrift:
-    """The drift of an export that is loaded again, compared with the reference of the session on its source.
+    """Return the drift of the reloaded export, compared with the reference of the session on its source.
 
     The loaded module runs as the candidate. The reference uses the weights of the source. Raises UserError if the two models do not
     have the same weights.

@@ -157,7 +157,7 @@ def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[...
     assert both is not None
     assert [len(batch.kwargs["decoder_input_ids"][0]) for batch in both.batches] == [7, 5]
     assert whisper.generate(2)[0].prompt == "a sound"
-    assert whisper.drift().inputs == "your sound tone.wav, 1.0 s"
+    assert whisper.drift().inputs == "your audio tone.wav, 1.0 s"
     values = kwargs_of(opened(saved("wav2vec2"), audio=(path,)))["input_values"]
     assert values.shape == (1, 16_000)
     assert abs(float(values.mean())) < 1e-4
@@ -397,7 +397,7 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
         ({"images": (tmp_path / "broken.png",)}, "can't read the picture"),
         ({"images": (tmp_path / "half.png",)}, "can't read the picture"),
         ({"images": (tmp_path / "program.png",)}, "no picture in a format"),
-        ({"audio": (tmp_path / "broken.wav",)}, "can't read the sound|takes no sounds"),
+        ({"audio": (tmp_path / "broken.wav",)}, "can't read the audio|accepts no audio"),
         ({"tensors": tmp_path / "broken.safetensors"}, "can't read the tensors"),
         ({"tensors": tmp_path / "broken.npz"}, "can't read the tensors"),
         ({"tensors": tmp_path / "broken.pt"}, "can't read the tensors|holds more than tensors"),
@@ -408,17 +408,17 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
     ):
         with pytest.raises(de.UserError, match=said):
             opened(saved("vit"), **given)
-    with pytest.raises(de.UserError, match="can't read the sound"):
+    with pytest.raises(de.UserError, match="can't read the audio"):
         opened(saved("wav2vec2"), audio=(tmp_path / "broken.wav",))
     assert "must never run" not in capsys.readouterr().out
 
 
 def test_inputs_of_the_wrong_kind_are_refused_in_a_sentence(saved: Callable[..., Path], picture: Path) -> None:
     for name, given, said in (
-        ("llama", {"images": (picture,)}, "takes no pictures"),
-        ("vit", {"prompts": ("x",)}, "takes pictures and no text"),
-        ("vit", {"audio": (picture,)}, "takes no sounds"),
-        ("wav2vec2", {"prompts": ("x",)}, "takes a sound and no text"),
+        ("llama", {"images": (picture,)}, "accepts no pictures"),
+        ("vit", {"prompts": ("x",)}, "accepts pictures and no text"),
+        ("vit", {"audio": (picture,)}, "accepts no audio"),
+        ("wav2vec2", {"prompts": ("x",)}, "accepts audio and no text"),
     ):
         with pytest.raises(de.UserError, match=said):
             opened(saved(name), **given)
@@ -459,7 +459,7 @@ def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
     assert parse_inputs_line(before, "") == de.Options()
     for line, said in (
         ("nowhere.png", "there is no file nowhere.png"),
-        (f"{tmp_path / 'x.safetensors'} {text}", "alone"),
+        (f"{tmp_path / 'x.safetensors'} {text}", "don't name other files"),
     ):
         with pytest.raises(de.UserError, match=said):
             parse_inputs_line(de.Options(), line)
@@ -468,7 +468,7 @@ def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
 def test_other_inputs_of_an_open_session(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
     session = opened(saved("vit"))
     first = session.drift()
-    with pytest.raises(de.UserError, match="takes pictures and no text"):
+    with pytest.raises(de.UserError, match="accepts pictures and no text"):
         session.use_inputs(de.Options(prompts=("x",)))
     save_file({"pixel_values": torch.zeros(1, 3, 48, 48)}, tmp_path / "large.safetensors")
     with pytest.raises(de.NoForward, match=r"48"):

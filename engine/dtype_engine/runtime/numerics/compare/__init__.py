@@ -1,1 +1,1 @@
-"""Compare a candidate's output with the reference's: tensors in, figures out."""
+"""Comparing a candidate's output with the reference's: tensors in, metrics out."""

@@ -1,7 +1,7 @@
-"""Sums over the elements of two outputs, r the reference's and c the candidate's, from which the figures of Δ = c - r follow.
+"""Sums over the elements of the reference's output r and the candidate's output c, for the metrics of Δ = c - r.
 
-Infinities and NaN that both outputs have at the same place (masked logits are minus infinity) are no difference. Where only one
-of the two is not finite, the sums of Δ are infinite. Either way the other sums are those of the elements that are finite in both.
+An infinity or NaN that both outputs have at the same place (masked logits are minus infinity) is no difference. If only one of the
+two elements is not finite, the sums of Δ are infinite. In both cases, the other sums cover the elements finite in both outputs.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Elements of which float64 copies stay in the cache of one core; with half as many, the calls cost more."""
+"""Number of elements in a chunk. Their float64 copies fit in one core's cache; with half as many, call overhead costs more."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""On a GPU: 100 MB of such copies."""
+"""Number of elements in a chunk on a GPU. Their float64 copies need 100 MB."""
 
 
 @dataclass(slots=True)
@@ -26,21 +26,21 @@ class ElementSums:
 
     elements: int = 0
     nonfinite: int = 0
-    """Elements that are not finite in the candidate, and not the same in the reference."""
+    """Number of elements that are not finite in the candidate and differ from the reference."""
     nonfinite_reference: int = 0
-    """Elements of the reference that are NaN or plus infinity: minus infinity is a mask."""
+    """Number of elements that are NaN or plus infinity in the reference. Minus infinity is a mask and is not counted."""
     sum_abs: float = 0.0
-    """Σ|Δ|."""
+    """The sum of |Δ| with Δ = candidate - reference."""
     max_abs: float = 0.0
     """The largest |Δ|."""
     noise: float = 0.0
-    """ΣΔ²."""
+    """The energy ΣΔ² of the difference Δ = candidate - reference."""
     energy: float = 0.0
-    """Σr²."""
+    """The energy Σr² of the reference."""
     energy_candidate: float = 0.0
-    """Σc²."""
+    """The energy Σc² of the candidate."""
     product: float = 0.0
-    """Σrc."""
+    """The scalar product Σrc of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
         """Add the sums of further elements."""
@@ -56,7 +56,7 @@ class ElementSums:
 
 
 def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
-    """The sums over all elements of two outputs of one shape, of any floating dtypes, computed on the candidate's device.
+    """Return the sums over all elements of two outputs of one shape and any floating dtypes, computed on the candidate's device.
 
     Raises:
         ValueError: The shapes differ.
@@ -83,13 +83,13 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Add up, in order, what `sums_of` returns for each slice of `step` rows of an output, or elements of a flat one.
+    """Call `sums_of` for each slice of `step` rows of an output, or elements of a flat output, and add up the results in order.
 
-    It also gets some float64 buffers of the slice's shape on the output's device, which are used again for the next slice: memory
-    that is fresh from the system takes longer than the sums.
+    `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
+    because touching new memory takes longer than computing the sums.
 
-    parallel: on the CPU several threads call it, each with its own buffers. That pays for chunks of a millisecond and more: the
-    threads pass Python's lock to each other at every operation of torch, which takes longer than an operation on a small chunk.
+    parallel: on the CPU, several threads call `sums_of`, each with its own buffers. This helps only if a chunk takes a millisecond
+    or more: threads hand over Python's lock at every torch operation, which takes longer than the operation on a small chunk.
     """
     count = len(output)
     step = min(step, count)
@@ -114,14 +114,14 @@ def sum_chunks(
 
 
 def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Write values over a float64 buffer, and return it. float16 goes through float32: torch vectorises these two steps only."""
+    """Write values into a float64 buffer and return it. float16 is first cast to float32: torch vectorises only these two steps."""
     return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
-    """The sums of one chunk, float64 and contiguous, of the reference and a small Δ, which is overwritten.
+    """Return the sums of one chunk (float64, contiguous) from the reference and a small Δ, which is overwritten.
 
-    None where Δ is not finite, or so large that sums over c would lose digits: `sums_of_any` is for these.
+    Returns None if Δ is not finite, or so large that sums over c would lose digits. `sums_of_any` handles these chunks.
     """
     r, delta = r.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]
@@ -134,7 +134,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """The sums of one chunk, float64, whatever its values are."""
+    """Return the sums of one float64 chunk with arbitrary values."""
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))

@@ -1,24 +1,25 @@
-"""The figures of drift, each from its definition. r is the reference, c the candidate.
+"""The drift metrics, each computed from its definition. r is the reference, c the candidate.
 
     mean |Δ|, max |Δ|      of Δ = c - r
     relative L2            ‖Δ‖ / ‖r‖
     SQNR                   20 log10(‖r‖ / ‖Δ‖), in dB, as torch.ao.ns computes it
     cosine                 r·c / (‖r‖ ‖c‖)
-    KL                     Σ p (ln p - ln q) a position, p = softmax(r), q = softmax(c), in nats
-    top-1 agreement        share of positions whose largest logit is the same class
+    KL                     Σ p (ln p - ln q) at each position, p = softmax(r), q = softmax(c), in nats
+    top-1 agreement        share of positions whose largest logit belongs to the same class
     Δp                     q - p of the correct next token
     perplexity             exp of the mean of -ln p of the correct next token
     log ratio              mean of ln p - ln q of the correct next token: ln(PPL(c) / PPL(r))
     perplexity correlation of -ln p and -ln q over the scored tokens
 
-The distribution figures are all those of llama.cpp's `llama-perplexity --kl-divergence` (tools/perplexity), with the same
-definitions; a mean's standard error is s / √n, and that of a function of means is carried on to first order: exp(m) has
-exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) - PPL(r) takes their covariance off. What differs:
-KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
-p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. All arithmetic is
-in float64.
+The distribution metrics are those of llama.cpp's `llama-perplexity --kl-divergence` (tools/perplexity), with the same definitions.
+The standard error of a mean is s / √n. The standard error of a function of means is its first-order propagation: for exp(m), it is
+exp(m) times that of m; for RMS Δp, that of the mean square divided by 2 RMS; for PPL(c) - PPL(r), it includes their covariance.
 
-Where values of the reference are NaN or infinity, figures of Δ are of the other values, and those of distributions NaN.
+There are three differences from llama.cpp. KL and top-1 cover all positions, including the last, which has no next token. KL covers
+all of p, while llama.cpp omits p < e^-16. No value is rounded before the comparison, while llama.cpp stores each value of the
+reference in 16 bits. All arithmetic is in float64.
+
+If some values of the reference are NaN or infinite, the metrics of Δ cover the other values, and the distribution metrics are NaN.
 """
 
 from __future__ import annotations
@@ -40,16 +41,16 @@ _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
 class OutputMetrics:
-    """The figures of the main output over all sequences, which are added one by one.
+    """The metrics of the main output over all sequences, which are added one by one.
 
-    They do not depend on the order in which sequences are added: sums are taken in the order of their numbers.
+    The order in which sequences are added has no influence: sums are taken in the order of the sequence numbers.
     """
 
     def __init__(self, classes_dim: int | None) -> None:
-        """classes_dim: the dimension of outputs that holds the logits of a distribution; None for no distribution."""
+        """Start without sequences. classes_dim: the output dimension with the logits of a distribution, or None."""
         self.classes_dim = classes_dim
         self.sequences: dict[int, SequenceFigures] = {}
-        """What was added, by its number."""
+        """The figures of each added sequence, keyed by sequence number."""
 
     def add(
         self,
@@ -83,7 +84,7 @@ class OutputMetrics:
         self.sequences[len(self.sequences) if number is None else number] = figures
 
     def result(self) -> OutputDrift:
-        """The figures over everything added so far."""
+        """Return the metrics over all sequences added until now."""
         sequences = [sequence for _, sequence in sorted(self.sequences.items())]
         sums = ElementSums()
         for sequence in sequences:
@@ -147,7 +148,7 @@ class OutputMetrics:
 
 
 def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """[rows, width] of an output of any shape; where it holds logits of distributions, [positions, classes].
+    """View an output of any shape as [rows, width], or as [positions, classes] if it holds logits of distributions.
 
     classes_dim: the dimension of the classes, from 0; None for no distribution. kept: which positions are compared, bool [batch,
     positions], the output's first two dimensions; None for all. Of a distribution over the positions themselves, the others get
@@ -164,7 +165,7 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
 
 
 def sqnr_db(energy: float, noise: float) -> float:
-    """10 log10(Σr² / ΣΔ²) in dB: infinity where nothing differs, minus infinity where only noise is left."""
+    """Return 10 log10(Σr² / ΣΔ²) in dB: infinity if the noise ΣΔ² is 0, minus infinity if it is infinite or the energy Σr² is 0."""
     if noise == 0.0:
         return math.inf
     if math.isnan(noise) or math.isinf(noise):
@@ -185,7 +186,7 @@ def _standard_error(values: torch.Tensor) -> float | None:
 
 
 def _quantile(ordered: torch.Tensor, q: float) -> float:
-    """Of values in their order, linear between the two nearest ranks. (torch.quantile stops at 2^24 values.)"""
+    """Return a quantile of sorted values by linear interpolation between nearest ranks. (torch.quantile stops at 2^24 values.)"""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -194,7 +195,7 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Smallest, median, largest, and the percentiles asked for by the end of their field's name, None where values are few."""
+    """Return minimum, median, maximum and percentiles (None for few values) of the values, keyed by prefix and name."""
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {
@@ -213,7 +214,7 @@ def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Perplexity of both, their ratio and difference, with standard errors; ln p and ln q of the right tokens [tokens]."""
+    """Return both perplexities from ln p and ln q of the correct tokens [tokens], their ratio, difference and standard errors."""
     reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
     ratio = _exp(float((log_p - log_q).mean()))
     figures: dict[str, float | None] = {

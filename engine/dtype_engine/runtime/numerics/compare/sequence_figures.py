@@ -1,10 +1,10 @@
-"""The figures of one sequence: a reference output r and a candidate's output c, [positions, classes] where they are logits.
+"""The figures of one sequence, from a reference output r and a candidate's output c: [positions, classes] if they are logits.
 
-With p = softmax(r), q = softmax(c) and Δ = c - r, the divergence of a position in nats is
+With p = softmax(r), q = softmax(c) and Δ = c - r, the divergence at a position in nats is
 
     KL = Σ p (ln p - ln q) = ln Σ e^c - ln Σ e^r - Σ p Δ,    where 0 ln 0 = 0.
 
-Everything is computed in float64, whatever the outputs' dtypes are, in chunks of rows: no second copy of the outputs is made.
+Everything is computed in float64, whatever the dtypes of the outputs, in chunks of rows. The outputs are never copied as a whole.
 """
 
 from __future__ import annotations
@@ -26,35 +26,35 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Logits of a chunk: four MB of float64 buffers stay in a cache that cores share; in smaller chunks the calls cost more."""
+"""Number of logits in a chunk. Its float64 buffers (4 MB) fit in a cache that cores share; smaller chunks cost more calls."""
 _GPU_CHUNK_ELEMENTS = 1 << 21
-"""On a GPU: 50 MB of such copies."""
+"""Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
-"""Numbers that are kept of each position until all have been compared."""
+"""Number of values kept for each position until all positions have been compared."""
 
 
 @dataclass(slots=True)
 class PositionFigures:
-    """The figures of each position of one sequence of logits, on the CPU, float64 [positions] where nothing else is said."""
+    """The figures of each position of one sequence of logits, on the CPU: float64 [positions], except where stated otherwise."""
 
     kl: torch.Tensor
-    """The KL divergence in nats, NaN where the reference has NaN or plus infinity."""
+    """The KL divergence in nats, NaN at positions where the reference has NaN or plus infinity."""
     same_top: torch.Tensor
-    """Whether the likeliest class, the first of the largest logits, is the same: bool."""
+    """Whether both outputs have the same likeliest class, the first of those with the largest logit: bool [positions]."""
     log_p: torch.Tensor
-    """ln p of the next token's class, of the positions that have one."""
+    """ln p of the next token's class, at the positions that have a next token."""
     log_q: torch.Tensor
-    """ln q of it."""
+    """ln q of the next token's class, at the same positions as `log_p`."""
 
 
 @dataclass(slots=True)
 class SequenceFigures:
-    """What one sequence gave."""
+    """The figures from comparing one sequence."""
 
     rows: int
     sums: ElementSums
     positions: PositionFigures | None
-    """None where outputs are no logits."""
+    """The figures of each position, or None if the outputs are not logits."""
     left_out: int = 0
     """Positions that a mask leaves out of the figures."""
 
@@ -64,7 +64,8 @@ def sequence_figures(
 ) -> SequenceFigures:
     """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device.
 
-    distribution: they are logits over classes. labels: the class of the next token of each row, int64 [rows]; -100 for none.
+    distribution: whether the outputs are logits over classes. labels: the next token's class for each row, int64 [rows] (-100:
+    none).
     """
     count, width = candidate.shape
     if not distribution:
@@ -105,9 +106,9 @@ def sequence_figures(
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Write e^(x - largest) into a buffer, which may be `x`. scored: a class of each row, [rows, 1].
+    """Write e^(x - largest x of the row) into a buffer, which may be `x` itself. scored: one class for each row, [rows, 1].
 
-    Returns, each [rows]: Σ e^(x - largest); the largest x; the first class that has it; x - largest of the scored class.
+    Returns four tensors [rows]: Σ e^(x - largest), the largest x, the first class that has it, and x - largest of the scored class.
     """
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
