@@ -31,9 +31,7 @@ _LONGEST_NAME = 65_535
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """The header of one tensor: its name, its shape in torch's order, its type's number, and the offset of its bytes in the
-    file.
-    """
+    """The header of one tensor: its name, its shape in torch's order, its type's number, and its bytes' offset in the file."""
 
     name: str
     shape: tuple[int, ...]

@@ -199,9 +199,7 @@ def declared_method(config: Mapping[str, Any] | None) -> str | None:
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return the scheme that `quantization_config` declares, as words that complete "a weight that is ...", or None if it has
-    none.
-    """
+    """Return the scheme that `quantization_config` declares, as words that complete "a weight that is ...", or None without one."""
     method = declared_method(config)
     if method is None:
         return None

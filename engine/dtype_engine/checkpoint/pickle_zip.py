@@ -236,9 +236,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply any other opcode to the stack: remove the objects that it consumes, and push a placeholder for each that it
-    produces.
-    """
+    """Apply any other opcode to the stack: remove the objects that it consumes, and push a placeholder for each result."""
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

@@ -108,9 +108,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return the names that a weight's codes may have: the name that other programs read, and the one in this program's own
-    layout.
-    """
+    """Return the names that a weight's codes may have: the name that other programs read, and the name in this program's layout."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed

@@ -197,9 +197,7 @@ def _downloaded(model: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """Return the Hugging Face hub's cache folder, from huggingface_hub's environment variables. Importing that library is too
-    slow.
-    """
+    """Return the Hugging Face hub's cache folder, from huggingface_hub's environment variables. Importing that library is slow."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")

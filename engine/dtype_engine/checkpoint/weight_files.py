@@ -23,8 +23,8 @@ _LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors and metadata of several files together. Raises UserError, also for tensors of the same name in two
-    files.
+    """Return the tensors and metadata of several files together. Raises UserError, also if two files have tensors of the same
+    name.
     """
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
