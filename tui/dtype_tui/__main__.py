@@ -10,13 +10,13 @@ from dtype_tui.process.ending import exit_at_once
 from dtype_tui.process.gc_policy import pause_gc
 
 _SWITCH_S = 0.001
-"""Python's thread switch interval in seconds. With the default of 5 ms, the thread that reads events delays a key by 30 ms."""
+"""Python's thread switch interval in seconds. At the default of 5 ms, the thread that reads events delays a key by 30 ms."""
 _FRAMES_A_SECOND = 120
-"""The response to a key waits for the next frame: up to 17 ms at Textual's default of 60 frames per second, here up to 8 ms."""
+"""Frame rate. The response to a key waits for the next frame: up to 8 ms at this rate, 17 ms at Textual's default of 60."""
 
 
 def main() -> None:
-    """The `dtype-tui` program."""
+    """Run the `dtype-tui` program."""
     os.environ.setdefault("TEXTUAL_FPS", str(_FRAMES_A_SECOND))  # Textual reads this when it is imported
     sys.setswitchinterval(_SWITCH_S)
     pause_gc()

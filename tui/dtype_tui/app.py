@@ -1,4 +1,4 @@
-"""The app: its start and end, signals, the session's saving, and the command palette. The main screen draws everything."""
+"""The app: its start and end, signals, saving the session, and the command palette. The main screen draws everything."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ LONGEST_WITHOUT_GC_S = 60.0
 
 
 class DtypeApp(BaseApp[None]):
-    """Explores a model: the user casts the tensors that a pattern matches, and watches drift and memory.
+    """The app for exploring a model: the user casts the tensors that a pattern matches, and watches drift and memory.
 
-    start_engine: makes the engine. Its argument is the function that the engine calls with every event, from any thread.
+    start_engine: creates the engine. Its argument is the function that the engine calls with every event, from any thread.
     """
 
     CSS_PATH = "app.tcss"
@@ -138,7 +138,7 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action as Textual does, and pass it to the tour."""
+        """Run an action as Textual does, and report the action to the tour."""
         if isinstance(action, str) and self.guide.closes_offer(action):
             return True
         handled = await super().run_action(action, default_namespace, namespaces)

@@ -1,4 +1,4 @@
-"""The base class of the app and the model picker: colours, ASCII, messages, keys, and the end by an unexpected error."""
+"""The base class of the app and the model picker: colours, ASCII, messages, keys, and the exit after an unexpected error."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
 READ_S = 4.0
-"""Seconds after which the next key counts a message as read and removes it. Escape removes it at any time."""
+"""Minimum number of seconds that a message is shown before a key press removes it as read. Escape removes it at any time."""
 
 
 class BaseApp(App[ReturnType]):
-    """Draws in the configured theme and characters, and ends with a single sentence after an unexpected error.
+    """Draws with the configured theme and characters, and exits with a single sentence after an unexpected error.
 
-    Textual would show a traceback of hundreds of lines; with DTYPE_TUI_TRACEBACK set it still does. An error in Textual's command
+    Textual would show a traceback of hundreds of lines, and still does if DTYPE_TUI_TRACEBACK is set. An error in Textual's command
     palette only closes the palette, and a click that Textual can't handle is ignored, since neither should end the session. Both
-    errors are reported and written to a file.
+    kinds of errors are reported and written to a file.
 
-    Messages are shown in a separate line of the topmost window and are kept. Textual's toasts would cover what is below them, and
-    disappear even if the user has not read them.
+    Messages appear in a separate line of the topmost window and stay there until they are read. Textual's toasts would cover the
+    widgets below them, and disappear unread.
     """
 
     NOTIFICATION_TIMEOUT = math.inf
@@ -82,14 +82,14 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read after a key press, if it is old enough. surely: mark it in any case."""
+        """Mark the newest message as read after a key press, if the message is old enough. surely: mark it whatever its age."""
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
             self._read = said[-1]
             self._refresh_notifications()
 
     def on_driver_signal_resume(self) -> None:
-        """Redraw everything after a suspend: the terminal has cleared the screen, but Textual would draw only what has changed."""
+        """Redraw everything after a suspend: the terminal has cleared the screen, but Textual would draw only the changes."""
         if self.screen_stack:
             self.screen.refresh()
 
@@ -98,7 +98,7 @@ class BaseApp(App[ReturnType]):
         return "Esc quits"
 
     def action_help_quit(self) -> None:
-        """Say which key quits, on Ctrl+C, which copies. Textual's own sentence is markup and names a key that we do not use."""
+        """Say which key quits, because Ctrl+C copies. Textual's own sentence contains markup and names a key that is not in use."""
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:
@@ -111,10 +111,10 @@ class BaseApp(App[ReturnType]):
         return closed
 
     async def on_event(self, event: Event) -> None:
-        """Complete the handling of each key before the next one is handled.
+        """Handle each key completely before the next one.
 
-        Textual passes a key from the focused widget to its parents and finally the app, through a queue at each step. Over a slow
-        connection, several keys arrive together, and each would act before the effects of the previous ones.
+        Textual passes a key from the focused widget to its parents and finally to the app, through a queue at each step. Over a
+        slow connection several keys arrive together, and each would take effect before the effects of the earlier keys.
         """
         if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
             await super().on_event(event)
@@ -186,7 +186,7 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """The letter of a key such as alt+j that may really have been Escape and then the letter; None for any other key.
+    """Return the letter of a key such as alt+j, which may be Escape followed by that letter, or None for any other key.
 
     Most terminals send the same bytes for both. Terminals that distinguish them send no character with alt.
     """

@@ -20,7 +20,7 @@ from dtype_tui.widgets.tree_rows import ORDERS
 
 
 class CommandWords:
-    """Commands for the tree and the controller. Each raises UserError for invalid arguments."""
+    """The commands that act on the tree and the controller. Each raises UserError for invalid arguments."""
 
     def __init__(self, controller: Controller, tree: ModuleTree) -> None:
         self._controller = controller
@@ -37,10 +37,10 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """The functions that run the commands, by `Command.action`. Each takes the command's arguments."""
+        """The functions that run the commands, by `Command.action`. Each receives the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
-        """Show only names that contain the text, and go to the first; an empty text shows all."""
+        """Show only nodes whose names contain the text, and go to the first of these nodes. An empty text shows all nodes."""
         self._tree.set_filter(text)
         if self._tree.matches:
             self._tree.next_match(1)
@@ -59,7 +59,7 @@ class CommandWords:
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def show_columns(self, words: str = "") -> None:
-        """Show only these of `COLUMNS`, separated by blanks or commas; an empty text shows all."""
+        """Show only the named columns of `COLUMNS`, which are separated by blanks or commas. An empty text shows all columns."""
         wanted = words.replace(",", " ").split() or list(COLUMNS)
         if not set(wanted) <= set(COLUMNS):
             raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always shown")
@@ -88,7 +88,7 @@ class CommandWords:
         self._controller.save(save_request(kind, path, False, experiment.results.report))
 
     def completer(self) -> Completer:
-        """Completes lines with the actions of keys, the commands with arguments, and the names of this model."""
+        """Return a completer for the actions of keys, the commands with arguments, and this model's names."""
         actions = [
             (binding.action, binding.description)
             for binding in KEYS

@@ -50,7 +50,7 @@ NARROW_BELOW = 100
 class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
-    chosen_keys: the user's own keys, by the id of their binding. cursor: the node to start at; None for the root.
+    chosen_keys: the user's own keys, by the id of their binding. cursor: the node to start at. If None, this is the root.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
@@ -61,9 +61,9 @@ class MainScreen(Screen[None]):
         self.experiment = controller.experiment
         self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
-        """The cursor's node in the resumed session; None once the cursor is there or the user has moved it."""
+        """The cursor's node in the resumed session, or None after the cursor has reached it or the user has moved the cursor."""
         self._worst = ""
-        """The node that the key for the worst module last went to."""
+        """The node to which the key for the worst module last went."""
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)
         self._words = CommandWords(controller, self.tree_view)
@@ -71,7 +71,7 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
-        """The least number of seconds between two redraws because of the engine's events, in every window.
+        """Minimum number of seconds between two redraws that the engine's events cause, in any window.
 
         Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the responses to keys, which are not delayed.
         """
@@ -98,7 +98,7 @@ class MainScreen(Screen[None]):
         self.show_all()  # for the first paint, and after a window was closed, since some windows change the baseline
 
     async def ensure_prompts(self) -> None:
-        """Mount the prompts, if they are not mounted. The first paint does not wait for them, but a key may need one early."""
+        """Mount the prompts unless they are mounted. The first paint does not wait for this, but a key may need a prompt early."""
         if self._prompts is None:
             self._prompts = self.mount(
                 CastPrompt(self.experiment, self.controller.add_rule),
@@ -108,7 +108,7 @@ class MainScreen(Screen[None]):
         await self._prompts
 
     def lay_out(self, size: Size) -> None:
-        """Lay out for a terminal of this size."""
+        """Lay out the screen for a terminal of this size."""
         if not self.query("#too-small"):
             return  # not composed yet; on_mount calls this again
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
@@ -153,7 +153,7 @@ class MainScreen(Screen[None]):
             line.update(words, layout=False)  # it is always one line high
 
     def _draw_soon(self) -> None:
-        """Schedule one redraw for all events of the engine until then."""
+        """Schedule a redraw, unless one is scheduled already, so that a single redraw shows many events of the engine."""
         if self._draw_is_due:
             return
         self._draw_is_due = True
@@ -202,7 +202,7 @@ class MainScreen(Screen[None]):
 
     @property
     def cursor(self) -> str | None:
-        """The node to save as the cursor of the session; None while nothing is known of the model."""
+        """The node to save as the session's cursor, or None while the model is unknown."""
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget exists longer than the screen, so this works while the app is ending, and the last keys count.
@@ -219,7 +219,7 @@ class MainScreen(Screen[None]):
         self.side.panes[2].show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module that drifts most; pressed again, to the next one, and finally back to the first."""
+        """Go to the module that drifts most. Pressing the key again goes to the next module, and finally back to the first."""
         names = [drift.name for drift in self.experiment.results.worst_modules()]
         if not names:
             self.say("no module drifts yet", "information")
@@ -282,7 +282,7 @@ class MainScreen(Screen[None]):
         self._windows.causes()
 
     def action_inputs(self, line: str = "") -> None:
-        """Run the model on the inputs that the line names; without a line, show the current inputs."""
+        """Run the model on the inputs that the line names. Without a line, show the current inputs."""
         if not self.experiment.model.live:
             self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
         elif line:

@@ -20,13 +20,13 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between checks for a new window, which needs the panel, and for a step that waits for the engine."""
+"""Seconds between checks whether a new window needs the panel, and whether a step that waits for the engine is complete."""
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}
 """Names of the arrow keys. In ASCII, ↓ would become the letter v, which is itself a key."""
 
 
 class TourGuide:
-    """The app's tour, the offer of it, and the panels that show both. main: the app's main screen."""
+    """Manages the app's tour, the offer of the tour, and the panels that show both. main: the app's main screen."""
 
     def __init__(self, app: App[None], main: Screen[None], controller: Controller, launch: Launch) -> None:
         self._app = app
@@ -59,7 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer if the action is the one that does so. Returns whether it did; the action must then do nothing else."""
+        """Close the offer of the tour if this action should. Returns whether it did; the action must then do nothing else."""
         if not self._offers or action != "stop":
             return False
         self._offers = False
@@ -77,7 +77,7 @@ class TourGuide:
             self._show()
 
     def key_of(self, action: str) -> str:
-        """The label of the first key of an action, given the action's name. Raises KeyError for an unknown action."""
+        """Return the label of the first key of an action, given the action's name. Raises KeyError for an unknown action."""
         for binding in (*KEYS, *ModuleTree.BINDINGS):
             if isinstance(binding, Binding) and binding.id == action:
                 shown = on_keyboard(keys_of(binding, self._launch.config.keys).split(",")[0])
@@ -86,7 +86,7 @@ class TourGuide:
 
     @property
     def _window(self) -> str:
-        """The class name of the window or prompt that receives the keys; "" for the main screen itself."""
+        """The class name of the window or prompt that receives the keys, or "" for the main screen itself."""
         if self._app.screen is not self._main:
             return type(self._app.screen).__name__
         prompts = self._main.query(CastPrompt)

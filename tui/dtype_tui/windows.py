@@ -1,6 +1,6 @@
 """Opens the windows over the main screen, for keys and for results, and acts on the user's choice in them.
 
-The module of a window is imported when the window opens, so that the first paint does not wait for it.
+The module of a window is imported when the window opens, so that the first paint does not wait for the import.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Windows:
         self._push = push
 
     def open_result(self, event: events.Event, width: int) -> None:
-        """Open the window of a result that has arrived; other events open none. width: of the screen, in cells."""
+        """Open the window for a result that has arrived. Other events open no window. width: of the screen, in cells."""
         match event:
             case events.Generated():
                 from dtype_tui.screens.generation import generation_screen
@@ -90,7 +90,7 @@ class Windows:
         self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, set_inputs))
 
     def settings(self) -> None:
-        """Open the settings of a run. The chosen settings are measured."""
+        """Open the settings of a run. The engine measures with the chosen settings."""
         from dtype_tui.screens.settings import SettingsScreen
 
         set_settings = self._controller.set_settings
@@ -99,7 +99,7 @@ class Windows:
         )
 
     def scan(self) -> None:
-        """Open the setup of a scan, or the results so far, or nothing while the scan has no results."""
+        """Open the setup of a scan, or its current results. Open nothing while the scan has no results."""
         match self._controller.next_of_scan():
             case "choose":
                 self._choose_scan()
@@ -138,7 +138,7 @@ class Windows:
         self._push(OptimiseScreen(experiment, controller.apply_recipe, controller.measure_recipes, controller.undo))
 
     def save(self) -> None:
-        """Open the window that saves files. The engine writes them."""
+        """Open the window that saves files. The engine writes the files."""
         controller, experiment = self._controller, self._experiment
         if not experiment.model.has_tree:
             return
@@ -174,7 +174,7 @@ class Windows:
         self._push(JobsScreen(self._controller.activity, stop))
 
     def help(self, chosen_keys: Mapping[str, str], side: SidePanes) -> None:
-        """Open the help. chosen_keys: the user's own keys, by binding id; side: the panes whose words it explains."""
+        """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms it explains."""
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
         words = [(str(pane.border_title), pane.HELP) for pane in side.panes]

@@ -1,4 +1,4 @@
-"""Checkpoints: from files to the specification of every tensor, by headers alone."""
+"""Checkpoints: finds their files, and reads the name, dtype and shape of every tensor from the files' headers alone."""
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed, unchanged

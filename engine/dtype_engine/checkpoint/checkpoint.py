@@ -1,4 +1,4 @@
-"""A checkpoint as its headers describe it: its tensors under the names that the model gives them, and their tree."""
+"""A checkpoint as its headers describe it: the tensors under the names that the model gives them, and the module tree."""
 
 from __future__ import annotations
 
@@ -27,49 +27,48 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was opened: the headers of its files and its configuration, and no weight."""
+    """An opened checkpoint: the headers of its files and its configuration, but not the weights."""
 
     path: Path
-    """The folder or the file that was opened."""
+    """The folder or file that was opened."""
     files: tuple[Path, ...]
     """The files that hold the weights."""
     tensors: dict[str, CheckpointTensor]
     """Every tensor by its name in the files, in the files' order."""
     config: dict[str, Any] | None = None
-    """The contents of `config.json`; None where there is no such file."""
+    """The contents of `config.json`, or None if there is no such file."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """The metadata of all safetensors headers together."""
+    """The merged metadata of all safetensors headers."""
     form: Form = "safetensors"
     """The kind of reader that the files need."""
     values: Mapping[str, Any] | None = None
-    """The tensors themselves, where reading the headers mapped them already (pickles)."""
+    """The tensors' values by name, if reading the headers has already mapped them into memory, as it does for pickles."""
     base: str | None = None
-    """The model that an adapter was made for."""
+    """The model that an adapter belongs to. None if the checkpoint is not an adapter or does not name the model."""
     notices: tuple[str, ...] = ()
-    """What a user should know, a sentence each."""
+    """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
-    """The state of each file of weights before anything was read from it."""
+    """The state of each weights file before anything was read from the file."""
     components: tuple[Component, ...] = ()
-    """The folders with weights of a diffusers pipeline."""
+    """The folders of a diffusers pipeline that hold weights."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied weights, each with the name of the tensor in `tensors`. Pickles, and files that safetensors'
-    `save_model` wrote, have them."""
+    """Further names of tied weights, each with the tensor's name in `tensors`. Read from pickles and from safetensors' metadata."""
     index: IndexReport | None = None
-    """How the index of its shards agrees with them; None where there is no index."""
+    """How far the checkpoint's index agrees with the shards, or None if the checkpoint has no index."""
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:
-        """The weights that an export of this program stored with scales, under the names that the model gives them.
+        """The weights that this program's export stored with scales, under the names that the model gives them.
 
-        Raises UserError where the metadata of the file does not agree with its tensors.
+        Raises UserError if a file's metadata does not match its tensors.
         """
         own = read_quantized(self.path, self.tensors, self.metadata)
         return own | {alias: own[first] for alias, first in self.aliases.items() if first in own}
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors under the names that the model gives them; a tied weight under each of its names. Scales are left out, since
-        they belong to a weight.
+        """The tensors under the names that the model gives them. A tied weight appears under each of its names. Scales are left
+        out, because they belong to a weight.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
         besides = self._own_parts - own.keys()
@@ -80,18 +79,18 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """The dtype of a tensor of `weights`, as `core.dtypes` names it, with `@tensor` where it applies."""
+        """Return the dtype of a tensor of `weights` by its name in `core.dtypes`, which may end in `@tensor`."""
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """The names in `weights` of a tensor of a tree: several where loading packs several tensors into it, none where the files
-        lack it.
+        """Return the names in `weights` of a tensor of the module tree. It has several names if the model loader packs several
+        tensors of the files into it, and none if the files lack it.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
     def tree(self) -> Tree:
-        """The tree of the tensor names. Headers do not name module classes, and only `aliases` name ties."""
+        """Build the module tree from the tensor names. Module classes are unknown, and ties are known only from `aliases`."""
         parts = quantized_parts(self.foreign, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
@@ -116,7 +115,7 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """The tensors of the files without the data and the scales of `quantized`."""
+        """The tensors of the files except the codes and scales of `quantized`."""
         own = self._own_parts
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
@@ -127,7 +126,7 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of all tensors as stored; a tied weight counts once."""
+        """The total bytes of all tensors as stored. A tied weight is counted once."""
         return sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.aliases)
 
 

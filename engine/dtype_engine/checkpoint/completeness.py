@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole: what its index names against what its files hold, and how much of a model was found in it."""
+"""Checks that a checkpoint is complete: compares its index with its files, and counts the tensors found for a model."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ from dtype_engine.results.coverage import Coverage
 
 @dataclass(frozen=True, slots=True)
 class LeftOutFile:
-    """A file of weights in the folder that the index does not name."""
+    """A weights file that is in the checkpoint's folder but not in its index."""
 
     name: str
     tensors: tuple[str, ...]
-    """Those of its tensors that no file of the index has."""
+    """The tensors of this file that no file of the index has."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """Where an index and the files of its folder disagree."""
+    """The differences between an index and the files of its folder."""
 
     found: int
-    """How many of the tensors that the index names are in its files."""
+    """The number of tensors that are in the index and in one of its files."""
     missing: tuple[tuple[str, str], ...] = ()
-    """Tensors that are in none of the files of the index, each with the file that the index names for it."""
+    """(tensor, file that the index names for it) for each tensor that none of the index's files has."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """Tensors in another file of the index than it says: the name, the file it says, the file that has it."""
+    """(tensor, file that the index names for it, file that has it) for each tensor that is in the wrong file."""
     unnamed: tuple[str, ...] = ()
-    """Tensors of its files that the index does not name."""
+    """Tensors that are in the index's files but not in the index."""
 
     @property
     def coverage(self) -> Coverage:
-        """How many tensors the files of the index have, of all that the index names and that files left out of it have."""
+        """The number of tensors that the index or a left-out file names, and the names of those that no file of the index has."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What disagrees, a sentence each; () where nothing does."""
+        """One sentence for each difference, or () if there is none."""
         said = []
         if self.missing:
             name, file = self.missing[0]
@@ -69,9 +69,9 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Why a checkpoint is not whole, a sentence each; () where nothing is missing.
+    """Return sentences that say what a checkpoint lacks, or () if it is complete.
 
-    model: the class that `coverage` is about. prefix: what stands before all names of the files and not before those of the class.
+    model: the class that `coverage` refers to. prefix: the beginning of all names in the files that the class's names do not have.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()
@@ -86,9 +86,9 @@ def what_is_missing(
 def compare_index(
     folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, CheckpointTensor], files: Collection[Path]
 ) -> IndexReport:
-    """Compare an index with the tensors of the files that it names.
+    """Compare an index with the tensors in the files that it names.
 
-    A file of the folder counts as left out where its name begins as those of the index do, and it has tensors that they lack.
+    A file counts as left out of the index if its name begins like the index's files, and it has tensors that none of them has.
     """
     missing = [(name, file) for name, file in weight_map.items() if name not in tensors]
     moved = [

@@ -1,8 +1,8 @@
-"""A diffusers pipeline: a folder of folders, each a component, named by `model_index.json`.
+"""Reads a diffusers pipeline: a folder whose subfolders are components, listed in `model_index.json`.
 
-The format is what diffusers' `DiffusionPipeline.save_pretrained` writes: `{"_class_name": ..., "unet": ["diffusers",
-"UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Every component with weights is a checkpoint of
-its own, in files that are named as its library (diffusers or transformers) names them.
+diffusers' `DiffusionPipeline.save_pretrained` writes this format: `{"_class_name": ..., "unet": ["diffusers",
+"UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Each component with weights is itself a checkpoint,
+whose files have the names that its library (diffusers or transformers) uses.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One folder with weights of a pipeline."""
+    """A pipeline folder that holds weights."""
 
     name: str
     folder: Path
     files: tuple[Path, ...]
     stem: str
-    """The name that its library gives to a file of weights, without `.safetensors`."""
+    """The name of a weights file in this component's library, without `.safetensors`."""
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False
-    """Whether its weights are pickles. Their tensors are then not among those of the pipeline."""
+    """Whether the component's weights are pickles. If so, the pipeline's tensors do not include them."""
     identities: tuple[FileIdentity, ...] = ()
 
     @property
     def prefix(self) -> str:
-        """The beginning of its tensors' names in the whole pipeline."""
+        """The beginning of the component's tensor names in the whole pipeline."""
         return f"{self.name}."
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """The components that an index names. An optional component that was left out has no class there, and is not among them."""
+    """Return the components that an index names, except optional ones that were left out, for which the index has no class."""
     return tuple(
         name
         for name, named in index.items()
@@ -58,10 +58,10 @@ def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
-    """The components with weights in the order of the index, and the tensors of all that are not pickles, under names such as
-    `unet.conv.weight`.
+    """Return the components with weights in the order of the index, and the tensors of all components that are not pickled, with
+    names such as `unet.conv.weight`.
 
-    Raises UserError for a component whose files are damaged, or that lies outside the folder.
+    Raises UserError if a component's files are damaged or outside the folder.
     """
     components: list[Component] = []
     tensors: dict[str, Any] = {}
@@ -85,7 +85,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """What a user should know about the components that were read, a sentence each."""
+    """Return sentences about the components that the user should see."""
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

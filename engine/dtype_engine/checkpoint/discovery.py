@@ -1,4 +1,4 @@
-"""The models that a user could open: checkpoints in a folder, and models in the Hugging Face cache."""
+"""Finds the models that a user could open: checkpoints in a folder, and models in the Hugging Face cache."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from dtype_engine.checkpoint.source import hub_cache
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
 _MOST = 200
-"""Entries of a folder that are looked at, and models of the cache that are named."""
+"""Maximum number of a folder's entries that are examined, and maximum number of models listed from the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """A model that `locate` would open."""
+    """A model on this machine that `locate` can open."""
 
     model: str
-    """The text that `locate` takes."""
+    """The text that `locate` accepts for this model."""
     place: str
-    """Where it was found, in words."""
+    """A few words that say where the model was found."""
     nbytes: int | None
-    """Bytes of its weight files; None where they are not known."""
+    """The size of the model's weights files in bytes, or None if it is unknown."""
     modified: float
-    """Seconds since 1970."""
+    """The time of the last change in seconds since 1970."""
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """The folder itself where it is a checkpoint, otherwise the checkpoints in it, then the models of the cache. The newest of each
-    kind comes first.
+    """Return the folder itself if it is a checkpoint, or else the checkpoints in it, followed by the models in the Hugging Face
+    cache. Each of these groups is sorted with the newest first.
     """
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
 
@@ -84,7 +84,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, float]:
-    """Bytes, and the time of writing in seconds since 1970; 0 for both where the file can't be examined."""
+    """Return a file's size in bytes and its modification time in seconds since 1970, or (0, 0) if the file can't be examined."""
     try:
         status = entry.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Whether a file is still the one that was opened. Otherwise a later read would mix two files, or find none.
+"""Detects that a file has changed since it was opened. A later read would otherwise mix the contents of two files, or fail.
 
-Weights are mapped, so they are read long after their headers. The device, inode, size and time of change that the system
-reports show whether another program replaced, changed or truncated the file in between.
+Weights are mapped, so they are read long after their headers. The file's device, inode, size and modification time show whether
+another program has replaced, changed or truncated it in the meantime.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dtype_engine.core.throttle import Throttle
 
 @dataclass(frozen=True, slots=True)
 class FileIdentity:
-    """A file as the system described it when it was opened. `size` in bytes, `mtime_ns` in nanoseconds since 1970."""
+    """A file's state when it was opened. `size` is in bytes, `mtime_ns` in nanoseconds since 1970."""
 
     path: Path
     device: int
@@ -30,13 +30,13 @@ class FileIdentity:
 
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
-        """The file that `path` names now, after following links. Raises UserError where there is no such file."""
+        """Return the identity of the file at `path`, after following links. Raises UserError if there is no such file."""
         with reading(printable(str(path), 500)):
             status = os.stat(path)
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """What happened to the file since it was opened, as the end of a sentence; None where it is the same."""
+        """Return how the file has changed since it was opened, as the end of a sentence, or None if it has not changed."""
         try:
             now = os.stat(self.path)
         except OSError:
@@ -51,7 +51,7 @@ class FileIdentity:
 
 
 def refuse_changed(files: Iterable[FileIdentity]) -> None:
-    """Raise UserError that names the first of `files` that is not what was opened."""
+    """Raise UserError, which names the first file that has changed since it was opened, if there is one."""
     for file in files:
         if (change := file.change()) is not None:
             raise UserError(
@@ -62,9 +62,9 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """Check these files before and after the block, which reads them.
+    """Check that the files are unchanged before and after the block, which reads them.
 
-    Raises UserError that names a changed file and says how it changed, also in place of an error that the block raised.
+    Raises UserError, which names a changed file and how it has changed. This error replaces any error that the block raised.
     """
     refuse_changed(files)
     try:
@@ -78,13 +78,13 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks files while they are read, ten times a second at most."""
+    """Checks that files do not change while they are read, at most ten times a second."""
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)
         self._throttle = Throttle()
 
     def look(self) -> None:
-        """Raise UserError that names the first file which has changed since it was opened."""
+        """Raise UserError, which names the first file that has changed since it was opened, if there is one."""
         if self._throttle.due():
             refuse_changed(self._files)

@@ -1,4 +1,4 @@
-"""The kind of a file of weights: by its name, or by its first bytes where the name does not say (`net.pth.tar`, cached files)."""
+"""Determines the kind of a weights file from its name or, if the name does not show it (`net.pth.tar`), from its first bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from dtype_engine.core.regular_files import open_regular
 
 FileKind = Literal["safetensors", "pickle", "gguf"]
 _LEGACY_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's magic number 0x1950a86a20f9469cfc6c, pickled, with which files begin that torch wrote before its version 1.6."""
+"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file written before torch 1.6 begins."""
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """The kind of a file; None for a file of another kind, for what is not a plain file, and for what can't be read."""
+    """Return the kind of a weights file, or None for any other file, anything but a regular file, and an unreadable file."""
     suffix = path.suffix
     if suffix == ".safetensors":
         return "safetensors"
@@ -44,5 +44,5 @@ def _by_content(path: Path) -> FileKind | None:
 
 
 def _first_name(archive: bytes) -> bytes:
-    """The name of a zip archive's first file (PKWARE's APPNOTE, 4.3.7): torch.save writes the pickle first."""
+    """Return the name of a zip archive's first file (PKWARE's APPNOTE, 4.3.7). torch.save writes the pickle first."""
     return archive[30 : 30 + int.from_bytes(archive[26:28], "little")]

@@ -1,7 +1,8 @@
-"""Opens a checkpoint in any form that people have on disk: finds its files, and reads their headers.
+"""Opens a checkpoint in any of the common forms on disk: finds its files, and reads their headers.
 
-A folder is taken, in this order, for a diffusers pipeline (`model_index.json`), a PEFT adapter (`adapter_config.json`), a Hugging
-Face model (safetensors before pickles, one file or shards with an index), or the single checkpoint in it.
+A folder is opened as the first of these that it matches: a diffusers pipeline (`model_index.json`), a PEFT adapter
+(`adapter_config.json`), a Hugging Face model (safetensors before pickles, a single file or indexed shards), or the only checkpoint
+file in it.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""The file that PEFT writes next to the weights of an adapter."""
+"""The file that PEFT writes next to an adapter's weights."""
 _LONG_HEADERS = 1_000_000
 
 
 def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint folder or file.
 
-    Only the headers of safetensors and GGUF files are read. Pickles need torch, and are read in a way that runs no code. Raises
-    UserError, which says what is wrong in which file.
+    Only the headers of safetensors and GGUF files are read. Pickles need torch, and are read in a way that runs no code from the
+    file. Raises UserError, which names the file and the problem.
     """
     with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
@@ -60,7 +61,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
 
 
 def needs_torch(path: Path) -> bool:
-    """Whether the names in a checkpoint can only be read with torch, since it is a pickle."""
+    """Return whether a checkpoint is a pickle, whose tensor names can only be read with torch."""
     if (path / INDEX).exists() or (path / SINGLE).exists():
         return False
     if path.is_dir():
@@ -73,8 +74,8 @@ def needs_torch(path: Path) -> bool:
 
 
 def peek_first_shard(path: Path) -> Tree | None:
-    """The tree of a large checkpoint's first shard, for a screen that can't wait for all headers; None for a small checkpoint,
-    whose headers are read at once.
+    """Return the tree of a large checkpoint's first shard, for a screen that can't wait until all headers are read. Returns None
+    for a small checkpoint, whose headers can all be read at once.
     """
     try:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
@@ -138,7 +139,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """The same checkpoint as a PEFT adapter, whose tensors belong to the weights of another model."""
+    """Return the checkpoint marked as a PEFT adapter, whose tensors belong to weights of another model."""
     base = str(read_json(checkpoint.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
     return dataclasses.replace(
@@ -147,9 +148,9 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """The names of tied weights that only the metadata of a file has, each with the name of its tensor.
+    """Return the tied weights' names that only a file's metadata has, each with the name of its tensor.
 
-    safetensors' `save_model` writes a tied weight once. The metadata maps each name that it left out to the name that it kept.
+    safetensors' `save_model` writes a tied weight once. The metadata maps each name that was left out to the name that was kept.
     """
     return {
         name: kept
@@ -171,7 +172,7 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
-    """Open a diffusers folder. The components with weights are the top of the tree."""
+    """Open a diffusers folder. The components with weights become the top level of the tree."""
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
     if not tensors:

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file: names, shapes and types from its header. The `gguf` package defines the types."""
+"""Reads the names, shapes and types of the tensors in a GGUF file from its header. The `gguf` package defines the types."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
 
 
 def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
-    """The tensors of a GGUF file by name. Raises UserError with the file and the reason.
+    """Return the tensors of a GGUF file by name. Raises UserError, which names the file and the problem.
 
-    Types that only GGUF has (blocks of Q4_K, IQ2_XS, ...) keep their own name, in lower case. Where the gguf package can
-    dequantize a type, its tensors have float32 values, which may be cast. Tensors of the other types are bytes only.
+    Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
+    dequantize a type, tensors of this type have float32 values, which may be cast. Tensors of all other such types are bytes only.
     """
     header = read_gguf_header(path)
     size = os.path.getsize(path)
@@ -40,7 +40,7 @@ def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
 def _specification(
     path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int, dequantized: dict[str, bool]
 ) -> CheckpointTensor:
-    """The header of one tensor. Raises UserError for an unknown type, and for bytes that lie outside the file."""
+    """Return the header of one tensor. Raises UserError if the type is unknown or the tensor's bytes are outside the file."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -72,7 +72,7 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Whether the gguf package can dequantize a type. The answer comes from a trial with one block, and is kept in `known`."""
+    """Return whether the gguf package can dequantize a type. The first call tries it with one block; `known` keeps the result."""
     if kind.name not in known:
         import numpy
         from gguf.quants import dequantize
@@ -88,7 +88,7 @@ def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
 
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Raise UserError for tensors that share bytes. Gaps are allowed, since tensors begin at multiples of the file's alignment."""
+    """Raise UserError if tensors share bytes. Gaps are allowed, because tensors begin at multiples of the file's alignment."""
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
         if tensor.nbytes and (tensor.start or 0) < end:

@@ -1,7 +1,7 @@
-"""The header of a GGUF file, which is untrusted: every length and count is compared with the bytes that are left.
+"""Reads the header of a GGUF file. The header is untrusted: every length and count is compared with the number of remaining bytes.
 
-The `gguf` package's own reader creates an array for every element of every list, as many as a file claims. A file of 260 bytes
-could exhaust the memory, and the vocabulary of a real one takes seconds. ggml's docs/gguf.md describes the format.
+The `gguf` package's own reader creates an array for every element of every list, however many a file claims. A file of 260 bytes
+could exhaust the memory, and reading a real vocabulary takes seconds. ggml's docs/gguf.md describes the format.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value of each type of numbers, by the type's own number."""
+"""Bytes per value of each numeric type, by the number that GGUF gives the type."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
-"""Texts in lists, of all fields together; the largest vocabularies have 300,000."""
+"""Maximum number of texts in the lists of all fields together. The largest vocabularies have 300,000."""
 _DEEPEST = 4
 _LONGEST_NAME = 65_535
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """One tensor: its shape as torch has it, the number of its type, and where its bytes begin in the file."""
+    """The header of one tensor: its name, its shape in torch's order, its type's number, and its bytes' offset in the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class GGUFTensor:
 
 @dataclass(slots=True)
 class GGUFHeader:
-    """The tensors that a header describes. `swapped`: the byte order of its numbers is not that of this machine."""
+    """The tensors that a header describes. `swapped`: whether the file's byte order differs from this machine's."""
 
     swapped: bool = False
     alignment: int = 32
@@ -50,7 +50,7 @@ class GGUFHeader:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read the header of a GGUF file. Raises UserError with the file and what is wrong with it."""
+    """Read the header of a GGUF file. Raises UserError, which names the file and the problem."""
     with reading(path), open_regular(path) as file:
         return _Reader(path, file).header()
 
@@ -121,7 +121,7 @@ class _Reader:
         return name, tuple(reversed(extents)), kind, start
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
-        """Skip a value of a type. depth: the number of lists around it."""
+        """Skip a value of this type. depth: the number of lists around the value."""
         if kind in _WIDTHS:
             self.skip(_WIDTHS[kind])
             return
@@ -149,7 +149,7 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Skip this many texts. Most of a header are the texts of its vocabulary."""
+        """Skip this many texts. Texts need a fast loop, because a vocabulary is the largest part of a header."""
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):
@@ -191,7 +191,7 @@ class _Reader:
         self.at += count
 
     def need(self, count: int) -> None:
-        """Refuse what goes beyond the file's end."""
+        """Raise UserError if fewer than `count` bytes of the file remain."""
         if count > self.size - self.at:
             raise self.ended(count)
 

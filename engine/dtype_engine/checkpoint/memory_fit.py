@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits into the memory of this machine. The answer needs no torch."""
+"""Checks whether a checkpoint fits into this machine's memory. This does not need torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dtype_engine.core.units import human_bytes
 
 
 def shortfall(checkpoint: Checkpoint) -> str | None:
-    """A sentence that says why a checkpoint does not fit into memory; None where it fits.
+    """Return a sentence that says why a checkpoint does not fit into memory, or None if it fits.
 
-    Weights are mapped from their files, so the limit is the memory of the machine and not what is free now. With less memory than
-    that, every pass would read the whole checkpoint from the disk again.
+    Weights are mapped from their files, so the limit is the machine's total memory, not the free memory. If the checkpoint is
+    larger than the total memory, every pass would read the whole checkpoint from disk again.
     """
     most = total_memory()
     if checkpoint.stored_bytes <= most:
@@ -26,7 +26,7 @@ def shortfall(checkpoint: Checkpoint) -> str | None:
 
 
 def total_memory() -> int:
-    """The bytes of memory that this process may use: all of the machine's, or the limit of its control group."""
+    """Return the bytes of memory that this process may use: the machine's total memory, or its control group's limit."""
     most = int(psutil.virtual_memory().total)
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:

@@ -1,4 +1,4 @@
-"""What the source text of an architecture in transformers declares, read without importing it."""
+"""Reads declarations from the source code of a transformers architecture, without importing the code."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _KEPT = re.compile(r"^    _keep_in_fp32_modules(_strict)? = (\[[^\]]*\]|\{[^}]*\
 
 @dataclass(frozen=True, slots=True)
 class KeptInFloat32:
-    """Parts of names whose tensors an architecture keeps in float32."""
+    """Parts of tensor names. An architecture keeps every tensor whose name has one of these parts in float32."""
 
     always: frozenset[str] = frozenset()
-    """Parts that stay in float32 in a model that is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
+    """Name parts of tensors that stay in float32 if a model is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
     in_float16: frozenset[str] = frozenset()
-    """Parts that stay in float32 in a model that is loaded in float16 (`_keep_in_fp32_modules`)."""
+    """Name parts of tensors that stay in float32 if a model is loaded in float16 (`_keep_in_fp32_modules`)."""
 
 
 @cache
 def _source(model_type: str) -> str:
-    """The text of the modeling files of an architecture; "" where this transformers has none, or is not installed."""
+    """Return the source code of an architecture's modeling files, or "" if no installed transformers has such files."""
     if not model_type.replace("-", "_").isidentifier():
         return ""
     spec = importlib.util.find_spec("transformers")
@@ -47,7 +47,7 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """What the classes of the architecture declare, all together; nothing where it is not known."""
+    """Return the declarations of all classes of the architecture together. They are empty if the architecture is unknown."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
         try:
@@ -58,10 +58,10 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """What stands before all names of a checkpoint and not before those of its architecture, as in `language_model.`; "" where
-    nothing does, or the architecture is not known.
+    """Return a prefix, such as `language_model.`, that all names of a checkpoint have but the names of its architecture lack.
+    Returns "" if there is no such prefix or the architecture is unknown.
 
-    Its own prefix has to follow in most of the names: loaders add and drop that one, and no other.
+    The architecture's own prefix, the only one that loaders add and drop, must follow in most of the names.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

@@ -1,7 +1,7 @@
-"""Weights that other programs quantised: which tensors of a file make one of them, and why a cast can't touch these tensors.
+"""Recognises weights that other programs quantised: which tensors of a file form a weight, and why these can't be cast.
 
-A layout is recognised by the names that a program gives to the parts of a weight, and by the dtype of its codes. Sources of the
-names: AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and
+A layout is recognised by the names that a program gives to a weight's parts, and by the dtype of the codes. The names are taken
+from AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and from
 the checkpoints of DeepSeek and gpt-oss as transformers 5.23 loads them.
 """
 
@@ -19,15 +19,15 @@ _BYTES = frozenset({"int8", "uint8"})
 _WORDS = frozenset({"int32", "uint32"})
 _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(r"scale|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$")
-"""A local name that says that a tensor belongs to the codes of its module."""
+"""Matches the last part of a tensor's name if the tensor is a scale or another companion of its module's codes."""
 
 
 class Stored(Protocol):
-    """The dtype and the shape of a tensor in a file."""
+    """A tensor in a file, with its dtype and shape."""
 
     @property
     def dtype(self) -> str:
-        """The dtype by torch's name."""
+        """torch's name of the dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -36,21 +36,21 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one program names the tensors of a quantised weight. Each name is a stem and one of these suffixes."""
+    """The names that one program gives to a quantised weight's tensors. Each name is a stem followed by one of these suffixes."""
 
     what: str
-    """Completes "a weight that is ..."."""
+    """A description that completes "a weight that is ..."."""
     codes: str
     scale: str
-    """The scales without which the codes mean nothing."""
+    """The suffix of the scales, without which the codes can't be read."""
     dtypes: frozenset[str]
-    """The dtypes that codes have. A tensor of another dtype under the same name is a plain weight."""
+    """The dtypes that codes may have. A tensor of another dtype under the same name is a plain weight."""
     more: tuple[str, ...] = ()
-    """Further parts, of which a weight has some or none."""
+    """Suffixes of further, optional parts."""
     beside: tuple[str, ...] = ()
-    """Further parts whose names follow that of the module, not the stem."""
+    """Suffixes of further parts that follow the module's name instead of the stem."""
     alone: tuple[str, ...] = ()
-    """Suffixes that no plain tensor has, so that one of them is a part even where the others are missing."""
+    """Suffixes that no plain tensor has. A tensor with such a suffix is a part even if all other parts are missing."""
 
 
 BLOCK_SCALED = Layout(
@@ -120,35 +120,35 @@ _ALONE_ENDS = tuple(end for layout in LAYOUTS for end in layout.alone)
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight that another program quantised, as the names of its tensors in the file."""
+    """A weight that another program quantised, with the names of its tensors in the file."""
 
     layout: Layout
     stem: str
 
     @property
     def codes(self) -> str:
-        """The name of its codes."""
+        """The name of the weight's codes."""
         return self.stem + self.layout.codes
 
     @property
     def scale(self) -> str:
-        """The name of its scales."""
+        """The name of the weight's scales."""
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """The name of a further part of it."""
+        """Return the name of another part of the weight."""
         return self.stem + suffix
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name that a part of it may have."""
+        """All names that the weight's parts may have."""
         module = self.stem[: self.stem.rfind(".") + 1]
         more = (self.stem + suffix for suffix in self.layout.more)
         return (self.codes, self.scale, *more, *(module + local for local in self.layout.beside))
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """The weights among these tensors whose codes and scales are both there."""
+    """Return the quantised weights among these tensors that have both codes and scales."""
     found = []
     for name in tensors:
         if not name.endswith(_SCALE_ENDS):
@@ -165,7 +165,7 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """For every tensor that is part of a weight that another program quantised, why it is never cast."""
+    """Return why a tensor is never cast, for each tensor that is a part of a weight quantised by another program."""
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):
@@ -192,14 +192,14 @@ def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | N
 
 
 def declared_method(config: Mapping[str, Any] | None) -> str | None:
-    """The `quant_method` of a configuration; None where it names none."""
+    """Return the `quant_method` of a configuration, or None if the configuration names none."""
     declared = (config or {}).get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
     return str(method) if method else None
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """What `quantization_config` declares, as it completes "a weight that is ..."; None where it declares no method."""
+    """Return the scheme that `quantization_config` declares, as words that complete "a weight that is ...", or None without one."""
     method = declared_method(config)
     if method is None:
         return None
@@ -211,5 +211,5 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
-    """The names of all parts of these weights that the file has."""
+    """Return the names of all parts of these weights that the file has."""
     return {name for weight in weights for name in weight.names if name in tensors}

@@ -1,7 +1,7 @@
-"""How many parameters the parts of an already quantised weight hold, from names, shapes and the configuration.
+"""Computes the number of parameters in each part of a quantised weight, from names, shapes and the configuration.
 
-Sources of the packings: those of the layouts in `packed_weights`. Where a configuration names several widths, that one counts
-whose groups of values agree with the scales.
+The packings are those of the layouts in `packed_weights`, from the same sources. If a configuration names several bit widths, the
+width whose groups match the number of scales is used.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 
 Count = int | Literal["unknown"] | None
-"""None: the elements of the tensor are parameters themselves."""
+"""The number of parameters in a tensor. None means that each element of the tensor is one parameter."""
 
 
 def parameters_meant(
     tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """For every part of a quantised weight, how many parameters it holds: 0 for scales, zero points and descriptions.
+    """Return the number of parameters in every part of a quantised weight. It is 0 for scales, zero points and descriptions.
 
-    parts: names among `tensors`, whose shapes are those of the files.
+    parts: names among `tensors`, whose shapes are those in the files.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):
@@ -84,7 +84,7 @@ def _last(tensor: Stored) -> int:
 
 
 def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """The values of MLX's words. `quantization` has the bits and the group size of all modules, and those of some by name."""
+    """Return the number of values in MLX's words. `quantization` has default bits and group size, and others for some modules."""
     declared = config.get("quantization") or config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return "unknown"
@@ -99,7 +99,7 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
 
 
 def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """The values of compressed-tensors' words or bytes."""
+    """Return the number of values in the words or bytes of compressed-tensors."""
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
         values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)
@@ -115,7 +115,7 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
 
 
 def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """The widths and group sizes of packed integers by the groups of `quantization_config`."""
+    """Return the (bit width, group size) of packed integers in each group of `quantization_config`."""
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
     found = set()
@@ -129,7 +129,7 @@ def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
 
 
 def _bits(config: Mapping[str, Any]) -> int | None:
-    """Bits of one value by `quantization_config`; None where it does not name them."""
+    """Return the number of bits per value in `quantization_config`, or None if it does not say."""
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None

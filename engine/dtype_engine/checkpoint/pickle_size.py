@@ -1,5 +1,5 @@
-"""A limit on the objects that a pickle creates. One byte of a pickle can create an object of sixty bytes, so a small file could
-exhaust the memory. This module never imports torch.
+"""Limits the number of objects that a pickle may create. One byte of a pickle can create an object of sixty bytes, so a small file
+could exhaust the memory. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
 MOST_OPCODES = 5_000_000
-"""Steps of one pickle. A state dict takes about 45 for a tensor, so this is enough for more than 100,000 of them."""
+"""Maximum number of opcodes in one pickle. A state dict has about 45 per tensor, so this allows more than 100,000 tensors."""
 _LEGACY_PICKLES = 5
-"""torch's format before zip archives: a magic number, a version, the machine, the object, the keys of its storages; then these."""
+"""Number of pickles before the raw bytes in torch's old format: magic number, version, machine, object and storage keys."""
 
 
 class TooManyOpcodes(Exception):
-    """A pickle has more steps than `MOST_OPCODES`."""
+    """Raised for a pickle with more opcodes than `MOST_OPCODES`."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -28,7 +28,7 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """The steps of a pickle, as `pickletools.genops` yields them. Raises TooManyOpcodes, and the errors of genops for damage."""
+    """Yield a pickle's opcodes like `pickletools.genops`. Raises TooManyOpcodes, or the errors of genops for a damaged pickle."""
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes
@@ -36,9 +36,9 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 
 
 def check_legacy(path: Path) -> None:
-    """Check a file of torch's old format, or any bare pickle, for its number of steps.
+    """Check the number of opcodes in a file of torch's old format or in any bare pickle.
 
-    Damage is left to torch's reader, which reports it. Raises UserError for too many steps, and OSError.
+    Damage is ignored here, because torch's reader reports it. Raises UserError for too many opcodes, and OSError.
     """
     with open_regular(path) as file:
         for _ in range(_LEGACY_PICKLES):

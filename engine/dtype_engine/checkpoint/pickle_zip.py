@@ -1,8 +1,8 @@
-"""Checks of the zip archive that `torch.save` writes, before torch reads it.
+"""Checks the zip archive that `torch.save` writes, before torch reads the archive.
 
-`data.pkl` names tensors and the storages that they are views of; each storage is a record `data/KEY` of raw bytes. torch maps
-the file and takes as many bytes as the pickle claims from the beginning of the record. It checks neither whether the record
-is compressed nor how long it is. (torch/csrc/jit/serialization and torch/serialization.py define the format.)
+`data.pkl` names the tensors and the storages that they view. Each storage is a record `data/KEY` of raw bytes. torch maps the file
+and reads as many bytes as the pickle claims, from the beginning of the record. It does not check whether the record is compressed
+or long enough. (torch/csrc/jit/serialization and torch/serialization.py define the format.)
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
 _LARGEST_PICKLE = 100_000_000
-"""Bytes of a compressed data.pkl, once inflated: as many as a safetensors header may have."""
+"""Maximum size in bytes of a compressed data.pkl after inflation. A safetensors header has the same limit."""
 _MOST_DEFLATED = 1032
-"""How many times smaller deflate can make anything (zlib's own figure), give or take the first bytes."""
+"""The maximum compression ratio of deflate according to zlib. It may be exceeded slightly in the first bytes."""
 _LOCAL = struct.Struct("<4s22xHH")
-"""What stands before the bytes of a record: a signature, and the lengths of the name and of more fields that follow it."""
+"""The header before a record's bytes: a signature, the length of the name, and the length of the extra fields."""
 _STORAGES = {
     "UntypedStorage": 1, "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "QInt8Storage": 1, "QUInt8Storage": 1,
     "QUInt4x2Storage": 1, "QUInt2x4Storage": 1, "ShortStorage": 2, "HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4,
     "FloatStorage": 4, "QInt32Storage": 4, "LongStorage": 8, "DoubleStorage": 8, "ComplexFloatStorage": 8,
     "ComplexDoubleStorage": 16,
 }  # fmt: skip
-"""Bytes of an element of torch's classes of storages, by name."""
+"""Bytes per element of torch's storage classes, by the class's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Two properties of a zip archive of torch: `compressed` archives can't be mapped, `scripted` ones hold compiled code."""
+    """Two properties of torch's zip archives: `compressed` archives can't be mapped, and `scripted` archives hold compiled code."""
 
     compressed: bool
     scripted: bool
 
 
 def check_archive(path: Path, trust: bool) -> Archive:
-    """Compare the directory of an archive with the storages that its pickle claims.
+    """Compare an archive's directory with the storages that its pickle claims.
 
-    trust: accept a pickle of a kind that torch itself does not write. Raises UserError where a record is missing, shorter than its
-    storage, present twice, compressed in a way that torch can't read, or inflates to more bytes than the memory has room for.
+    trust: accept a pickle of a kind that torch itself does not write. Raises UserError if a record is missing, shorter than its
+    storage, present twice, compressed in a way that torch can't read, or inflates to more bytes than the free memory.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -73,9 +73,9 @@ def check_archive(path: Path, trust: bool) -> Archive:
 
 
 def refuse_too_large(path: Path) -> None:
-    """Refuse a zip archive whose compressed records would not fit into memory.
+    """Raise UserError if the inflated records of a zip archive do not fit into memory.
 
-    Raises UserError for such an archive, OSError, and the errors of zipfile for a damaged archive.
+    Also raises OSError, and zipfile's errors for a damaged archive.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -83,7 +83,7 @@ def refuse_too_large(path: Path) -> None:
 
 
 def refuse_cut_zip(path: Path) -> None:
-    """Raise UserError for a file that begins as a zip archive and lacks the directory at the end of one; OSError."""
+    """Raise UserError if a file begins as a zip archive but lacks the directory at the end. Also raises OSError."""
     with open(path, "rb") as file:
         begins = file.read(4) == b"PK\x03\x04"
     if begins and not zipfile.is_zipfile(path):
@@ -93,7 +93,7 @@ def refuse_cut_zip(path: Path) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Whether a file is a zip archive with compressed records, which programs that map it read as if they were weights."""
+    """Return whether a file is a zip archive with compressed records. A program that maps these would take them for weights."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -134,7 +134,7 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Raise UserError for records that overlap. Where the bytes of one begin is in front of it, not in the directory."""
+    """Raise UserError if records overlap. A record's local header says where its bytes begin; the directory does not."""
     end, before = 0, ""
     with open(path, "rb") as file:
         for record in sorted(records, key=lambda record: record.header_offset):
@@ -184,14 +184,14 @@ class _Global(str):
 
 
 _OTHER = object()
-"""Stands in for all other objects that a pickle creates, which say nothing about storages."""
+"""Placeholder on the stack for any other object that a pickle creates, since it says nothing about storages."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:
-    """The bytes that a pickle of torch claims for each storage, by the key of the storage.
+    """Return the number of bytes that torch's pickle claims for each storage, by the storage's key.
 
-    The pickle's opcodes are run on strings, numbers and names of classes only: nothing is imported, called or created. Raises
-    ValueError for a reference to a storage that torch would not write, and the errors of pickletools for a damaged pickle.
+    The pickle's opcodes are run only on strings, numbers and names of classes: nothing is imported, called or created. Raises
+    ValueError for a storage reference that torch would not write, and pickletools' errors for a damaged pickle.
     """
     stack: list[Any] = []
     marks: list[int] = []
@@ -236,7 +236,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply any other opcode to the stack: remove what it takes, and push what it leaves."""
+    """Apply any other opcode to the stack: remove the objects that it consumes, and push a placeholder for each result."""
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]
@@ -248,7 +248,7 @@ def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
 
 
 def _storage(reference: Any) -> tuple[str, int]:
-    """The key and the bytes of a storage, from its persistent id: ("storage", class, key, device, elements)."""
+    """Return a storage's key and number of bytes, given its persistent id: ("storage", class, key, device, elements)."""
     if not isinstance(reference, tuple):
         raise ValueError("a storage is not named as torch does it")
     kind, made, key, _, elements = reference

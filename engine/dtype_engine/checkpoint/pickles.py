@@ -1,4 +1,4 @@
-"""PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`). Code in them runs only if the user trusts them."""
+"""Reads PyTorch's own files (`.pt`, `.pth`, `.bin`, `.ckpt`). Code in these files runs only if the user trusts them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """The contents of pickles: headers and tensors, both under every name. `aliases` maps the further names of a tensor to its
-    first one. `notices` has what a user should know, a sentence each.
+    """The contents of pickles: headers and tensors, each under all of a tensor's names. `aliases` maps a tensor's further names to
+    its first name. `notices` are sentences that the user should see.
     """
 
     tensors: dict[str, CheckpointTensor]
@@ -56,7 +56,7 @@ class Pickled:
 
 
 def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """The tensors of one or several files, mapped where possible. Raises UserError with the file and the reason."""
+    """Return the tensors of one or several files, mapped if possible. Raises UserError, which names the file and the problem."""
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -76,7 +76,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """The header of one tensor. A tensor that safetensors can't hold has its bytes, and the reason as its refusal."""
+    """Return the header of one tensor. If safetensors can't hold the tensor, the header's `refusal` says why."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -117,7 +117,7 @@ def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _past_the_end(tensor: torch.Tensor) -> bool:
-    """Whether a view reaches over the end of its storage."""
+    """Return whether a view extends beyond the end of its storage."""
     if not tensor.numel():
         return False
     last = tensor.storage_offset() + sum(
@@ -127,7 +127,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Storage, offset, shape and strides, equal where two names belong to one tensor; None where equality proves nothing."""
+    """Return a tensor's storage, offset, shape and strides, to compare two names of it, or None if equality would prove nothing."""
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -139,7 +139,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """The object in a file. `trust` lets the file run any code. Raises UserError."""
+    """Load the object in a file. trust: let the file run any code. Raises UserError."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
@@ -179,7 +179,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let imports find code in the current folder, as `python` does there: a trusted pickle names modules of its author."""
+    """Let imports find code in the current folder, as `python` does: a trusted pickle may name its author's modules."""
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -197,7 +197,7 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """A sentence that names what a pickle holds besides tensors."""
+    """Return a sentence that names an object, other than tensors, that a pickle holds."""
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in text:
@@ -215,9 +215,9 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """The tensors by name, and notices about the entry that they were nested under and about tensors outside it.
+    """Return the tensors by name, and notices that name the entry that contains them and count the tensors outside this entry.
 
-    Raises UserError where there are no tensors, or two have the same name.
+    Raises UserError if there are no tensors, or two have the same name.
     """
     import torch
     from torch import nn
@@ -242,8 +242,8 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """The mapping with the most tensors in the loaded object, and its place, such as `model.state_dict`; "" for the top. The search
-    ends at a mapping under a usual name.
+    """Return the mapping with the most tensors in the loaded object, and its path, such as `model.state_dict`, or "" for the top
+    level. The search ends at the first mapping with a usual name.
     """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
@@ -260,7 +260,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """The nested mappings and their places. Mappings under usual names come first."""
+    """Yield the path and the mapping for each mapping directly inside these. Mappings with usual names come first."""
     from torch import nn
 
     for place, mapping in level:
@@ -279,7 +279,7 @@ def _count(mapping: Mapping[Any, Any]) -> int:
 
 
 def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of one mapping. Keys that are not text are converted to text."""
+    """Return the tensors of one mapping. Keys that are not strings are converted to strings."""
     import torch
 
     named: dict[str, torch.Tensor] = {}
@@ -300,17 +300,17 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""A view that repeats its storage more often than the second number, and is larger than the first in bytes, is refused: no weight
-is such a view, and reading one would take days.
+"""A view is refused if it has more bytes than the first number and repeats its storage more often than the second: no weight is
+such a view, and reading it would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
-"""How deep weights may be nested: `model.state_dict` in a trainer's file is two."""
+"""Maximum nesting depth at which weights are looked for. The depth of `model.state_dict` in a trainer's file is two."""
 _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """How many tensors are in the mappings and lists of a pickle but not directly in `chosen`, and the place of the first."""
+    """Return the number of tensors that a pickle's mappings and lists hold outside of `chosen`, and the path of the first one."""
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])

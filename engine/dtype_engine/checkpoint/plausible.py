@@ -1,8 +1,8 @@
-"""Whether a configuration and the tensors next to it can belong together, by their numbers alone.
+"""Checks that a configuration and the tensors next to it can belong to one model, by their numbers alone.
 
-The time and the memory that a module takes follow from `config.json`, so a file of a few bytes could ask for any amount of both.
-A module has at least one tensor a layer, and some tensor has at least as many elements as the module is wide. So the headers
-of the weights bound the numbers of a true configuration.
+The time and memory that building a module takes depend on `config.json`, so a file of a few bytes could demand any amount. A module
+has at least one tensor per layer, and at least one tensor with as many elements as the module is wide. So the headers of the
+weights limit the numbers of a genuine configuration.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
-"""Of modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""
+"""Matches numbers of modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""
 _WIDTHS = re.compile(
     r"(.*(hidden|intermediate|vocab|embed|embedding|ffn?|inner|state|model)_(size|dim)|d_model|d_ff|d_kv|n_embd|n_inner|dim"
     r"|.*(n|num)_(.*_)?heads?|.*_heads|head_dim|num_labels)$"
 )
-"""Of tensors: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
+"""Matches extents of tensors: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
 _POSITIONS = re.compile(r".*positions?(_embeddings)?$")
 _ALWAYS_COUNTS = 1_000
 _ALWAYS_WIDTH = 1_000_000
 _MOST_POSITIONS = 100_000_000
-"""Ten times the longest context of 2026. Some models compute a row for every position."""
+"""Maximum number of positions: ten times the longest context of 2026. Some models compute one row per position."""
 _DEEPEST = 20
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Raise NoForward for a number in a configuration that these tensors contradict."""
+    """Raise NoForward if a number in the configuration contradicts the checkpoint's tensors."""
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
     for name, value in _numbers(config):
@@ -60,7 +60,7 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Every number of a configuration and of those nested in it, by its dotted name. A list yields its largest number."""
+    """Yield every number of a configuration, including nested ones, by its dotted name. A list yields its largest number."""
     for key, value in config.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and depth < _DEEPEST:

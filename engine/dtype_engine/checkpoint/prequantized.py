@@ -1,7 +1,7 @@
-"""Weights that an export of this program stored with scales: which tensors of a file make one of them.
+"""Finds the weights that this program's export stored with scales, and the tensors of a file that form each of them.
 
-The export names each weight and its dtype in the file's metadata, so that `runtime` can dequantize it. Weights that other
-programs quantised are those of `packed_weights`.
+The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight. The module
+`packed_weights` handles weights that other programs quantised.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 SCALED_KEY = "dtype_engine.scaled."
-"""This prefix and the name of a tensor are a key in the metadata of an exported file. Its value is the storage-only dtype."""
+"""Prefix of metadata keys in an exported file. The tensor's name follows; the value is the tensor's storage-only dtype."""
 SHAPE_KEY = "dtype_engine.shape."
-"""This prefix and the name of a tensor whose codes are packed are a key in the metadata of an exported file. Its value is the
-shape, as in `16,128`."""
+"""Prefix of metadata keys in an exported file. The name of a tensor with packed codes follows; the value is the weight's shape,
+such as `16,128`.
+"""
 OWN_SUFFIX = "_quantized"
-"""`weight_quantized` holds the codes of a `weight` that compressed-tensors can't express. Under the name `weight`, other loaders
-would take the codes for values without an error."""
+"""`weight_quantized` holds the codes of a `weight` that compressed-tensors can't express. If the name were `weight`, other loaders
+would silently read the codes as values.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,31 +34,31 @@ class QuantizedWeight:
     """A storage-only weight of an exported checkpoint."""
 
     dtype: str
-    """A name of `core.dtypes`, with `@tensor` where it applies."""
+    """The dtype's name in `core.dtypes`, which may end in `@tensor`."""
     shape: tuple[int, ...]
-    """The shape of the weight, which its codes do not have where they are packed."""
+    """The shape of the weight. Packed codes have another shape."""
     parts: Mapping[str, CheckpointTensor]
-    """Its tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and further parts."""
+    """The weight's tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and further parts."""
     input_scale: CheckpointTensor | None = None
-    """The scale that NVFP4 has for the inputs of the layer; None where the file has none."""
+    """NVFP4's scale for the inputs of the layer, or None if the file has none."""
 
     @property
     def data(self) -> CheckpointTensor:
-        """The codes."""
+        """The codes of the weight."""
         return self.parts[CODES]
 
     @property
     def tensors(self) -> tuple[CheckpointTensor, ...]:
-        """All of its tensors in the file."""
+        """All tensors of the weight in the file."""
         return (*self.parts.values(), *([] if self.input_scale is None else [self.input_scale]))
 
 
 def read_quantized(
     path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]
 ) -> dict[str, QuantizedWeight]:
-    """The weights that an export of this program stored with scales, under the names that the model gives them.
+    """Return the weights that this program's export stored with scales, under the names that the model gives them.
 
-    Raises UserError where the metadata of the file does not agree with its tensors.
+    Raises UserError if the file's metadata does not match its tensors.
     """
     weights: dict[str, QuantizedWeight] = {}
     for key, dtype in metadata.items():
@@ -75,7 +77,7 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """One weight; None where its tensors are not those that its dtype has."""
+    """Return one weight, or None if its tensors are not those that its dtype requires."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -100,25 +102,25 @@ def _read_weight(
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
-    """The shape in an entry of the metadata; () for an entry that is not a shape."""
+    """Parse a shape in the metadata. Returns () if the entry is not a shape."""
     words = (text or "").split(",")
     return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """The names that the codes of a weight may have: that which other programs read, and that of this program's own layout."""
+    """Return the names that a weight's codes may have: the name that other programs read, and the name in this program's layout."""
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
 
 
 def input_scale_name(name: str) -> str:
-    """The name of the scale for the inputs of the layer that a weight belongs to."""
+    """Return the name of the scale for the inputs of a weight's layer."""
     return f"{name.rpartition('.')[0]}.{INPUT_SCALE}".removeprefix(".")
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """The tensors in a file that a weight of `shape` in a storage dtype consists of."""
+    """Return the tensors in a file that form a weight of `shape` in a storage dtype."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

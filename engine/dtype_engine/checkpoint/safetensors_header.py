@@ -1,7 +1,7 @@
-"""The header of a safetensors file: 8 bytes little-endian length, that much JSON, then the tensors' bytes.
+"""Reads the header of a safetensors file: 8 bytes with the length in little-endian order, then JSON of this length.
 
-A header is untrusted. It is checked against the rules of the format: entries do not overlap and leave no gaps, each has exactly
-the bytes that its shape and dtype need, and all of them lie in the file.
+A header is untrusted. It is checked against the rules of the format: entries neither overlap nor leave gaps, each has exactly the
+bytes that its shape and dtype need, and all of them are inside the file.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dtype_engine.core.regular_files import open_regular, reading
 from dtype_engine.core.text import printable
 
 LONGEST_HEADER = 100_000_000
-"""Bytes; the limit of the safetensors library itself."""
+"""Maximum length of a header in bytes, which is also the limit of the safetensors library."""
 MOST_TENSORS = 500_000
-"""The most tensors of one checkpoint. The largest models of 2026 have 90,427 (DeepSeek-V3, 671 B), and three times as many where
-each weight is packed in parts. At this limit headers and tree take some 10 s and 700 MB, and both grow with the number.
+"""Maximum number of tensors in a checkpoint. The largest models of 2026 have 90,427 (DeepSeek-V3, 671 B), or three times as many if
+each weight is packed in parts. At this limit, headers and tree take some 10 s and 700 MB, and both grow with the number.
 """
 _MOST_DIMENSIONS = 64
 _BRACES = 100_000
@@ -31,7 +31,7 @@ _BRACES = 100_000
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """A range of bytes in a file. `start` counts from the first byte of the file."""
+    """A range of bytes in a file. `start` is the offset from the beginning of the file."""
 
     file: Path
     start: int
@@ -40,36 +40,36 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """The header of one tensor of a file."""
+    """The header of one tensor in a file."""
 
     name: str
     shape: tuple[int, ...]
-    """As in safetensors: that of `float4_e2m1fn_x2` counts values, of which a byte holds two."""
+    """The shape as in safetensors. For `float4_e2m1fn_x2` it counts values, of which each byte holds two."""
     dtype: str
-    """Torch's name of the dtype, or GGUF's own where `packed`."""
+    """torch's name of the dtype, or GGUF's own name if `packed`."""
     file: Path
     start: int | None
-    """Where its bytes begin in the file; None where they do not lie in one range (pickles)."""
+    """Offset of the tensor's first byte in the file, or None if the bytes are not contiguous there (pickles)."""
     nbytes: int
     packed: bool = False
-    """Whether only GGUF defines its dtype."""
+    """Whether the tensor's dtype is one that only GGUF defines."""
     refusal: str | None = None
-    """Why its values can't be read as a tensor or written, as in "is sparse"; None where they can."""
+    """Why the tensor's values can't be read or written, such as "is sparse", or None if they can."""
 
     @property
     def bytes(self) -> ByteRange | None:
-        """The range of its bytes, which torch could read as its dtype; None where no such range exists."""
+        """The range of the tensor's bytes, which torch can read as the tensor's dtype, or None if there is no such range."""
         if self.start is None or self.packed or self.refusal is not None:
             return None
         return ByteRange(self.file, self.start, self.nbytes)
 
     def renamed(self, name: str) -> CheckpointTensor:
-        """The same tensor under another name."""
+        """Return the same tensor under another name."""
         return dataclasses.replace(self, name=name)
 
 
 def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """The tensors of a safetensors file by name, and its metadata. Raises UserError with the file and the reason."""
+    """Return the tensors of a safetensors file by name, and its metadata. Raises UserError, which names the file and problem."""
     raw, body_start, size = _header_bytes(path)
     if raw.count(b"{") > MOST_TENSORS + _BRACES:  # one begins every entry, and some may stand in the metadata
         raise UserError(too_many_tensors(path))
@@ -93,12 +93,12 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
 
 
 def too_many_tensors(path: Path) -> str:
-    """The sentence that refuses a checkpoint which would take minutes and gigabytes to show."""
+    """Return the sentence that refuses a checkpoint with too many tensors, which would take minutes and gigabytes to show."""
     return f"{path}: over {MOST_TENSORS:,} tensors are more than any model has, and are not read"
 
 
 def _header_bytes(path: Path) -> tuple[bytes, int, int]:
-    """The JSON part, where the tensors' bytes begin, and the file's size."""
+    """Return the JSON part of the header, the offset at which the tensors' bytes begin, and the file's size."""
     with reading(path), open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         prefix = file.read(8)
@@ -130,7 +130,7 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(
     path: Path, name: str, entry: Any, body_start: int, size: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> CheckpointTensor:
-    """Check one entry of a header. shapes: the shapes of the file so far, so that each is held once."""
+    """Check one entry of a header. shapes: the shapes of the entries before it, so that equal shapes share one object."""
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:

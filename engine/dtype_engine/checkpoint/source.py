@@ -1,4 +1,4 @@
-"""What MODEL on the command line means, found out without importing torch."""
+"""Resolves MODEL on the command line to a checkpoint or to Python code, without importing torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that was found but not opened: a checkpoint at `path`, or `attribute` of a Python file or module."""
+    """A model that was located but not opened: a checkpoint at `path`, or `attribute` of a Python file or module."""
 
     kind: Literal["checkpoint", "python"]
     title: str
@@ -35,16 +35,16 @@ class Source:
     attribute: str | None = None
     trust_pickle: bool = False
     asked: str | None = field(default=None, compare=False)
-    """The text that `locate` was given; None for the demo."""
+    """The text that was passed to `locate`, or None for the demo."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
-    """The checkpoint that `open` has read, with the state of the JSON files at that time; empty before."""
+    """The checkpoint that `open` has read, with the state of its JSON files at that time. Empty before the first call."""
 
     def open(self) -> Checkpoint | None:
-        """The headers of the checkpoint; None for a Python source, which has none. Raises UserError.
+        """Return the checkpoint's headers, or None for a Python source, which has none. Raises UserError.
 
-        They are read once, and again after a file of weights or a JSON file next to them has changed.
+        The headers are read once, and again only if a weights file or a JSON file next to it has changed.
         """
         if self.kind != "checkpoint" or self.path is None:
             return None
@@ -57,10 +57,10 @@ class Source:
         return checkpoint
 
     def peek(self) -> tuple[Tree | None, bool]:
-        """The tree that can be shown at once, and whether it is the whole tree.
+        """Return (a tree that can be shown at once, whether it is the whole tree).
 
-        There is no such tree (None) for a Python source or a pickle, which need torch. Of a very large checkpoint it is the tree of
-        the first shard. Raises UserError.
+        The tree is None for a Python source or a pickle, which need torch. For a very large checkpoint, it is the tree of the first
+        shard. Raises UserError.
         """
         if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
             return None, False
@@ -72,7 +72,7 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: Options) -> None:
-        """Raise UserError for an option that does not apply to this kind of model."""
+        """Raise UserError if an option was given that does not apply to this kind of model."""
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
         if self.kind == "python" and options.architecture is not None:
@@ -83,10 +83,10 @@ def locate(
     model: str | None, trust_pickle: bool = False, download: bool = False, python_only_by: str | None = None
 ) -> Source:
     """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, or a Hugging Face
-    id in the local cache (with `download`, on the hub). None, or `demo` where there is no such file, names the built-in demo.
+    id in the local cache (with `download`, also on the hub). None is the built-in demo, as is `demo` unless such a file exists.
 
-    python_only_by: set it for a text that comes from a file, since a file must not choose which Python code runs. Code is then
-    refused, with these words on how the user can name it. Raises UserError that says what was searched.
+    python_only_by: set this for a text that comes from a file, since a file must not choose which Python code runs. Code is then
+    refused, and these words say how the user can name it. Raises UserError, which says where the model was looked for.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 
@@ -119,14 +119,14 @@ def _located(model: str | None, trust_pickle: bool, download: bool, python_only_
 
 
 def _json_files(path: Path) -> tuple[FileIdentity, ...]:
-    """The configuration and the index of a checkpoint, as they are now."""
+    """Return the current state of a checkpoint's configuration and index files."""
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.glob("*.json")) if path.is_dir() else [folder / "config.json"]
     return tuple(FileIdentity.of(file) for file in files if file.is_file())
 
 
 def is_python(model: str | None) -> bool:
-    """Whether `locate` would take a text for Python code."""
+    """Return whether `locate` would treat a text as a name of Python code."""
     if model is None:
         return False
     try:
@@ -138,7 +138,7 @@ def is_python(model: str | None) -> bool:
 
 
 def _path(model: str | None) -> Path:
-    """The path that a text names. Raises UserError for a text that can't be a path: too long, or the home of an unknown user."""
+    """Convert a text to a path. Raises UserError if this is impossible: it is too long, or names an unknown user's home folder."""
     if model is None:
         return DEMO
     try:
@@ -186,7 +186,7 @@ def _python(module_or_file: str, attribute: str) -> Source:
 
 
 def _downloaded(model: str) -> Path:
-    """Fetch a model into the cache, with huggingface_hub's own progress on standard error. Raises UserError."""
+    """Download a model into the cache, with huggingface_hub's own progress bars on standard error. Raises UserError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -197,9 +197,7 @@ def _downloaded(model: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """The cache folder of the Hugging Face hub. The environment variables are those of huggingface_hub, whose import would take too
-    long here.
-    """
+    """Return the Hugging Face hub's cache folder, from huggingface_hub's environment variables. Importing that library is slow."""
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
@@ -207,7 +205,7 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """The snapshot that the revision `main` refers to, or else the only snapshot; None where there are several or none."""
+    """Return the snapshot of the revision `main`, or else the only snapshot. Returns None if there are several or none."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text().strip()

@@ -1,4 +1,4 @@
-"""The files of a folder that hold the weights, by the names that libraries give them. An index is untrusted."""
+"""Finds the weights files of a folder by the names that libraries give them. An index is untrusted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """The tensors and the metadata of several files together. Raises UserError, also for a name that two files have."""
+    """Return the tensors and metadata of several files together. Raises UserError, also if two files have tensors of the same
+    name.
+    """
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -41,11 +43,11 @@ def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoi
 
 
 class NoWeights(UserError):
-    """A folder has no weights in any known form."""
+    """Raised for a folder that has no weights in any known form."""
 
 
 def find_weight_files(folder: Path) -> tuple[Path, ...]:
-    """The files with the weights of a folder. Raises UserError where there are several choices, NoWeights where there is none."""
+    """Return a folder's weights files. Raises UserError if there are several candidates, or NoWeights if there is none."""
     for name in _INDEXES:
         if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
             return _shards(folder, folder / name)
@@ -77,8 +79,8 @@ _VARIANT_FILE = re.compile(
 
 
 def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
-    """The files of a variant, as `save_pretrained(variant="fp16")` names them; None where the folder has none. Raises UserError for
-    several variants, since the folder does not say which one is meant.
+    """Return the files of a variant, such as `save_pretrained(variant="fp16")` writes, or None if the folder has no variant. Raises
+    UserError for several variants, since the folder does not say which one to open.
     """
     variants = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
     if not variants:
@@ -101,13 +103,13 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
 
 
 def index_of(folder: Path) -> Path | None:
-    """The index of safetensors that `find_weight_files` goes by; None where it goes by none."""
+    """Return the safetensors index that `find_weight_files` uses, or None if it uses none."""
     path = folder / INDEX
     return path if path.exists() else None
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """The file of every tensor that an index names. Raises UserError where it is no index."""
+    """Return the file name for every tensor in an index. Raises UserError if the file is not an index."""
     weight_map = read_json(index).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -119,9 +121,10 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
-    """The file of this name in the folder. An index is untrusted, so neither the name nor a link may lead out of the folder.
+    """Return the path of the file with this name in the folder. Neither the name nor a link may lead out of the folder, because the
+    index that contains the name is untrusted.
 
-    The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` next to them. Raises UserError.
+    The only exception is the Hugging Face cache, whose snapshots are links to the `blobs` folder next to them. Raises UserError.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
@@ -142,7 +145,7 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError that names the file."""
+    """Return the JSON object in a file. Raises UserError, which names the file."""
     try:
         with reading(path):
             data = json.loads(read_regular(path, _LARGEST_JSON).decode())
@@ -154,8 +157,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def variant_of(name: str) -> str | None:
-    """The variant in the name of a file of weights: `fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`,
-    and in `model-00001-of-00002.fp16.safetensors`, as older versions wrote it. None where the name has no variant.
+    """Return the variant in a weights file's name, or None if the name has none. It is `fp16` in `model.fp16.safetensors`,
+    `model.fp16-00001-of-00002.safetensors` and, as older versions wrote it, `model-00001-of-00002.fp16.safetensors`.
     """
     parts = name.split(".")
     if len(parts) != 3 or parts[0].split("-")[0] not in ("model", "diffusion_pytorch_model"):

@@ -1,4 +1,4 @@
-"""`dtype-engine check`: what is wrong with a checkpoint, without loading it."""
+"""`dtype-engine check`: checks a checkpoint for errors without loading it."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from dtype_engine.results.as_json import as_json
 
 NO = 1
 _MOST_TENSORS = 10_000
-"""Up to so many a comparison with the architecture takes seconds, most of them to import torch."""
+"""Maximum number of tensors to compare with the architecture by default. This takes seconds, mostly to import torch."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)
 @click.option(
-    "--against", metavar="SOURCE", help="Also compare names and shapes with the checkpoint that it was made from."
+    "--against", metavar="SOURCE", help="Also compare tensor names and shapes with MODEL's source checkpoint."
 )
-@click.option(
-    "--values", is_flag=True, help="Also read all values: those that are not finite, matrices with one value only."
-)
+@click.option("--values", is_flag=True, help="Also read all values, and report NaN, infinity and constant matrices.")
 @click.option(
     "--modules/--no-modules",
     default=None,
-    help="Compare with the modules of the architecture, which imports torch; by default up to 10,000 tensors.",
+    help="Also compare the tensors with the architecture's modules, which imports torch. Default: up to 10,000 tensors.",
 )
-@click.option("--sarif", is_flag=True, help="Print the findings in SARIF 2.1.0.")
+@click.option("--sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
 @json_option
 def check(
     request: RunRequest, against: str | None, values: bool, modules: bool | None, sarif: bool, as_object: bool
 ) -> int:
-    """Look for what is wrong with a checkpoint, by its headers and scales: parts of quantised weights that are missing, do not fit
-    or hold NaN, tensors that are missing, dtypes that disagree.
+    """Check a checkpoint's headers and scales for errors: missing tensors, missing or misshapen parts of quantised weights,
+    invalid scales, and inconsistent dtypes.
 
-    Exit status 1 when anything is found.
+    Exit status 1 if there is a finding.
     """
     from dtype_engine.checkpoint.check import check as look
     from dtype_engine.checkpoint.source import locate

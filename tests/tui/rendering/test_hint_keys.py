@@ -40,7 +40,7 @@ def test_no_sentence_that_the_app_shows_names_an_option_that_has_a_key() -> None
 def test_an_error_says_the_option_and_the_app_the_key() -> None:
     error = UserError(f"m takes no sounds; {hint('no-sound')}")
     assert str(error) == "m takes no sounds; leave --audio out"
-    assert with_keys(error.sentence) == "m takes no sounds; leave the sound out (key i)"
+    assert with_keys(error.sentence) == "m takes no sounds; leave the audio out (key i)"
 
 
 def test_braces_that_are_no_hint_stay() -> None:

@@ -1,1 +1,1 @@
-"""`dtype-tui`: the command line, the model picker, and the app in a browser."""
+"""The commands `dtype-tui` and `dtype-tui serve`, and the model picker."""

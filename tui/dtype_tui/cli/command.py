@@ -1,4 +1,4 @@
-"""The command `dtype-tui`: reads the command line and the checkpoint's headers, and starts the app. The engine imports torch."""
+"""The command `dtype-tui`: reads the command line and the checkpoint's headers, and starts the app. It does not import torch."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Opening:
-    """A model that was found but is not open yet."""
+    """A model that was found but not opened yet."""
 
     title: str
     reference: str | None
-    """MODEL of the command line, by which --resume finds the session."""
+    """MODEL as on the command line. --resume finds the session by this text."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
-    """Makes the engine that opens the model; takes the function that the engine calls with each event."""
+    """Creates the engine that opens the model. The argument is the function that the engine calls with each event."""
     path: Path | None = None
     """The model's files, if they are on this machine."""
     tree: Tree | None = None
-    """The tree of the headers read so far; None if they say nothing about the model."""
+    """The module tree from the headers that have been read, or None if it can't be built from headers."""
     partial: bool = False
     """Whether `tree` covers only some of the headers."""
     is_kept: bool = True
@@ -59,15 +59,15 @@ class _Opening:
     cls=ModelCommand, measures=True, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
 )
 @click.version_option(package_name="dtype-tui")
-@click.option("--resume", is_flag=True, help="Resume the last session; with MODEL, the last session of that model.")
-@click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
+@click.option("--resume", is_flag=True, help="Resume the last session or, with MODEL, the last session of that model.")
+@click.option("--ascii", "in_ascii", is_flag=True, help="Draw the screen with ASCII characters only.")
 @click.option(
     "--in-process", is_flag=True, help="Run the engine in a thread of this program instead of in a separate process."
 )
 @click.option(
     "--engine-command",
     metavar="CMD",
-    help="Command that starts `dtype-engine stdio` elsewhere, e.g. 'docker exec -i BOX dtype-engine stdio'; MODEL is found there.",
+    help="Command that starts the engine elsewhere, such as 'docker exec -i BOX dtype-engine stdio'. It looks for MODEL there.",
 )
 @workers_option
 @threshold_options
@@ -82,10 +82,10 @@ def command(
 ) -> int:
     """What happens if these layers are in another dtype?
 
-    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
-    `demo`, the built-in model. Without MODEL, a screen offers the models in this folder, in the Hugging Face cache and of recent
-    sessions. ssh://HOST/PATH is a model on another machine that has dtype-tui installed: the screen is here, and the engine runs
-    there. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or `demo`, the
+    built-in model. Without MODEL, a screen offers the models in this folder, in the Hugging Face cache and in recent sessions.
+    ssh://HOST/PATH is a model on another machine that has dtype-tui installed: the engine runs on that machine, the screen on this
+    one. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     model, options = request.model, dataclasses.replace(request.options, workers=workers)
@@ -191,9 +191,9 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let this machine's engine open the model: it imports the architecture, which decides what the rules match.
+    """Let this machine's engine open the model, because it imports the architecture, which decides what the rules match.
 
-    Raises UserError for a rule that matches nothing.
+    Raises UserError if a rule matches nothing.
     """
     from dtype_engine.worker.connection import Connection, EngineCommand
     from dtype_engine.worker.control import Open
@@ -207,7 +207,7 @@ def _opened_by_engine(request: RunRequest) -> Connection:
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
-    """Connect to an engine elsewhere and let it find the model. Raises UserError."""
+    """Connect to an engine on another machine and let it find the model. Raises UserError."""
     from dtype_engine.worker.process import EngineProcess
     from dtype_tui.cli.remote import connect
     from dtype_tui.process.early_engine import take
@@ -244,9 +244,9 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """The model to open when the command line names none: the user's choice, or the demo if there is no other model to offer.
+    """Let the user choose a model if the command line names none. Returns the demo without asking if there is no other model.
 
-    None if the user leaves without choosing. Exits if the picker fails; the picker has then reported the error.
+    Returns None if the user leaves without choosing. Exits if the picker fails; the picker has then reported the error.
     """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
@@ -277,7 +277,7 @@ def _chosen(config: Config) -> str | None:
 
 @cache
 def configured() -> Config:
-    """The user's configuration. Raises UserError if it is invalid."""
+    """Return the user's configuration. Raises UserError if it is invalid."""
     from dtype_tui.config.config import Config, config_path, read_config
 
     if not config_path().exists():
@@ -297,10 +297,10 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Click's parameter name of each option, by the name that users write, without the dashes."""
+    """Return click's parameter name of each option, by the option's name on the command line, without the dashes."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 
 def click_options() -> dict[str, click.Option]:
-    """The options by the name that users write, without the dashes."""
+    """Return the options by their names on the command line, without the dashes."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

@@ -1,4 +1,4 @@
-"""A textual-serve server that only the user who started it can use: it answers only requests with the secret token."""
+"""A textual-serve server that only the user who started it can use: it answers only requests that carry the secret token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class GuardedServer(Server):
         return outer
 
     async def on_startup(self, app: web.Application) -> None:
-        """Prints nothing, unlike textual-serve: our caller prints the address."""
+        """Print nothing, unlike textual-serve, because the caller of this class prints the address."""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -65,9 +65,9 @@ class GuardedServer(Server):
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Whether a request's Host is a name or address of this server that an attacker can't have pointed at it.
+        """Return whether a request's Host is a name or address of this server that an attacker can't have pointed at it.
 
-        Any port is accepted: a tunnel may use another port at its far end.
+        Any port is accepted, because a tunnel may use another port at its far end.
         """
         try:
             name = urlsplit(f"//{host}").hostname or ""
@@ -85,7 +85,7 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """The page. Its URLs use the host of the request, since a tunnel's far end has a host name and port of its own."""
+        """Return the page. Its URLs use the host of the request, since a tunnel's far end has its own host name and port."""
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),

@@ -13,9 +13,9 @@ from dtype_tui.config.config import config_path
 
 
 def configured_defaults() -> dict[str, Any]:
-    """Default values of options from the configuration file, in the form that click expects.
+    """Return default values of options from the configuration file, in the form that click expects.
 
-    Raises UserError for a value that the option can't have.
+    Raises UserError if an option can't have the configured value.
     """
     known = click_options()
     found: dict[str, Any] = {}

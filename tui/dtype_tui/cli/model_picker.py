@@ -27,22 +27,22 @@ MOST_RECENT = 5
 
 @dataclass(frozen=True)
 class Offer:
-    """A model that can be opened."""
+    """A model that the user can choose."""
 
     model: str
-    """As MODEL on the command line."""
+    """The model's name, as MODEL on the command line."""
     origin: str
     """A few words that say where the model comes from."""
     nbytes: int | None = None
     modified: float | None = None
-    """When the model was last written or opened, in seconds since the epoch."""
+    """When the model was last written or opened, in seconds since 1970."""
 
 
 DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """The user chooses a model or types one, as on the command line. `run` returns it, or None if the user leaves."""
+    """An app in which the user chooses a model or types its name. `run` returns this name, or None if the user leaves."""
 
     TITLE = "dtype-tui"
     CSS = """
@@ -61,7 +61,7 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """check: raises UserError for a model that can't be found."""
+        """check: raises UserError if the named model can't be found."""
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
@@ -117,7 +117,7 @@ class ModelPicker(BaseApp[str]):
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
-    """A model's name, size, age and origin in `width` cells. If there is too little room, the origin is left out.
+    """Return a line with a model's name, size, age and origin in `width` cells. The origin is left out if there is no room.
 
     origin_width: width in cells of the longest origin of all lines, which aligns the columns.
     """

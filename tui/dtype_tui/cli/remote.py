@@ -1,4 +1,4 @@
-"""Starts an engine elsewhere for the screen here: through the system's ssh for `ssh://HOST/PATH`, or by a command of the user."""
+"""Starts an engine on another machine through the system's ssh for `ssh://HOST/PATH`, or anywhere with a command of the user."""
 
 from __future__ import annotations
 
@@ -39,25 +39,25 @@ class Address:
     """[USER@]HOST, as ssh expects it."""
     port: str | None
     model: str | None
-    """The model's path on that machine; None for the demo."""
+    """The model's path on that host, or None for the demo."""
 
 
 @dataclass(frozen=True)
 class FarEngine:
-    """An engine elsewhere that has found the model."""
+    """A connected engine, usually on another machine, that has found the model."""
 
     command: EngineCommand
     model: str | None
     title: str
     session: str
-    """The token by which a new connection finds this engine again."""
+    """The token with which a new connection finds this engine again."""
     connection: Connection
 
 
 def address_of(model: str) -> Address:
-    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST` for the demo there.
+    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST`, which is the demo on that host.
 
-    Raises UserError for anything else.
+    Raises UserError for any other text.
     """
     found = _ADDRESS.fullmatch(model)
     if found is None:
@@ -71,7 +71,7 @@ def address_of(model: str) -> Address:
 
 
 def command_of(address: Address) -> EngineCommand:
-    """The ssh command that starts the engine; ssh reads the user's own configuration.
+    """Return the ssh command that starts the engine. ssh reads the user's own configuration.
 
     The model's path is not part of the command line: the engine receives it as data, so no shell interprets it.
     """
@@ -86,7 +86,7 @@ def command_of(address: Address) -> EngineCommand:
 
 
 def command_from(line: str) -> EngineCommand:
-    """The command that a user gave with --engine-command. Raises UserError if it can't be split into words."""
+    """Parse the command that the user gave with --engine-command. Raises UserError if it can't be split into words."""
     try:
         words = shlex.split(line)
     except ValueError as error:
@@ -97,7 +97,7 @@ def command_from(line: str) -> EngineCommand:
 
 
 def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
-    """Connect to the engine and let it find the model, before the screen opens, so that ssh can ask for a password.
+    """Connect to the engine and let it find the model. This happens before the screen opens, so that ssh can ask for a password.
 
     Raises UserError if the engine can't be reached or the model can't be found.
     """
@@ -127,7 +127,7 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """The sentence for the user: why dtype-engine gave no answer, and what may help."""
+    """Return a sentence for the user that says why dtype-engine gave no answer, and what may help."""
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

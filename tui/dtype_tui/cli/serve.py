@@ -16,14 +16,14 @@ from dtype_tui.state.addresses import is_address
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option(
-    "--host", default="127.0.0.1", show_default=True, help="Address to listen on; the default is this machine only."
+    "--host", default="127.0.0.1", show_default=True, help="Address to listen on, by default only on this machine."
 )
-@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="Port to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="TCP port to listen on.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     """Open the app in a browser: `dtype-tui serve [--port 8000] MODEL ...`, with any arguments of dtype-tui.
 
-    It prints the address to open, which contains a secret token that is new each time. Anyone who has the whole address and can
+    The command prints the address to open, which contains a new secret token each time. Anyone who has the whole address and can
     reach it can use the app, with your rights. Without the token the app can't be used, not even by other web pages in the same
     browser. The connection is not encrypted: over a network, use a tunnel, not --host.
     """

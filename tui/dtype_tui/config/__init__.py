@@ -1,1 +1,1 @@
-"""The configuration file, keys, themes, ASCII."""
+"""The configuration file, key bindings, themes, and the ASCII mode."""

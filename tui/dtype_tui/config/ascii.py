@@ -1,7 +1,7 @@
 """Redraws every line in ASCII, at the same width, for terminals and fonts without Unicode.
 
-The filter runs after all drawing, so no widget needs to know about it. Where a single ASCII character would be misleading
-(`a > b` for `a → b`), the filter writes two and removes a blank from the line. A character without a replacement becomes `?`.
+The filter runs after all drawing, so no widget needs to know about it. If a single ASCII character would be misleading (`a > b` for
+`a → b`), the filter writes two characters and removes a blank from the line. A character without a replacement becomes `?`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BRAILLE_FROM, _BRAILLE_TO = 0x2800, 0x28FF
 
 
 def wants_ascii(setting: str) -> bool:
-    """Whether to draw in ASCII. setting: `always`, `never`, or `auto`, which means: unless the locale's encoding is UTF-8."""
+    """Return whether to draw in ASCII. setting: `always`, `never`, or `auto` (unless the locale's encoding is UTF-8)."""
     if setting != "auto":
         return setting == "always"
     locale_name = next((os.environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "")
@@ -41,7 +41,7 @@ def wants_ascii(setting: str) -> bool:
 
 @lru_cache(4096)
 def _in_ascii(character: str) -> str:
-    """The ASCII replacement for a character, as wide as the character itself."""
+    """Return the ASCII replacement for a character, which has the same width."""
     if character.isascii():
         return character
     if character in _SAME_WIDTH:
@@ -66,7 +66,7 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """The ASCII text for each character of a line. The line keeps its width: a two-character replacement empties a blank."""
+    """Return the ASCII text for each character of a line. The line keeps its width: a two-character replacement removes a blank."""
     drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
         wider = _WIDER.get(character)
@@ -80,7 +80,7 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Index of the blank that makes room for a longer replacement at `index`; None if the line has no blank to spare.
+    """Return the index of the blank to remove for a longer replacement at `index`, or None if no blank can be removed.
 
     Blanks in gaps of two or more come first, the nearest on the right before the nearest on the left; then a blank next to `index`.
     """

@@ -26,12 +26,12 @@ ASCII_CHOICES = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of the configuration file. Each of them may be missing."""
+    """The settings of the configuration file, each with the default for a file that lacks it."""
 
     theme: str | None = None
-    """None: Textual's default theme."""
+    """The theme's name. If None, Textual's default theme is used."""
     ascii: str = "auto"
-    """One of ASCII_CHOICES."""
+    """Whether to draw in ASCII: one of ASCII_CHOICES."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """Keys by binding id, such as {"measure": "f5"}."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -45,7 +45,7 @@ def config_path() -> Path:
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
     """Read the user's configuration and check it against the names of the existing actions, themes and options.
 
-    Raises UserError for an invalid entry; it names the file, the entry and the nearest valid name.
+    Raises UserError for an invalid entry. The error names the file, the entry and the nearest valid name.
     """
     path = config_path()
     try:

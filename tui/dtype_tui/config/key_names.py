@@ -14,29 +14,29 @@ _KEY_CAPS = {"enter": "Enter", "backspace": "Backspace", "pageup": "PgUp", "page
 
 
 def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
-    """The bindings, each with an id, by which the configuration file refers to it: `drop-rules` for the action `drop_rules`."""
+    """Return the bindings with ids such as `drop-rules` for the action `drop_rules`. The configuration file uses these ids."""
     return [dataclasses.replace(binding, id=binding.id or name_of(binding.action)) for binding in bindings]
 
 
 def name_of(action: str) -> str:
-    """The id of an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
+    """Return the id of an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
     words = action.removeprefix("app.").removeprefix("screen.").replace("(-1)", "_previous").replace("(1)", "_next")
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
 
 
 def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(keys, description) of every binding. chosen: the keys that the user has configured, by binding id."""
+    """Yield (keys, description) of every binding. chosen: the keys that the user has configured, by binding id."""
     for binding in bindings:
         if isinstance(binding, Binding):
             yield ", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))), binding.description
 
 
 def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
-    """The keys of a binding, separated by commas. chosen: the keys that the user has configured, by binding id."""
+    """Return the keys of a binding, separated by commas. chosen: the keys that the user has configured, by binding id."""
     return chosen.get(binding.id or "", binding.key)
 
 
 def on_keyboard(key: str) -> str:
-    """The label of a key as printed on a keyboard, given Textual's name for it: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
+    """Convert Textual's name of a key to the label that is printed on a keyboard: `ctrl+r` to `Ctrl+r`, `slash` to `/`."""
     parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
     return "+".join(part[0].upper() + part[1:] if len(part) > 1 and part.isalpha() else part for part in parts)

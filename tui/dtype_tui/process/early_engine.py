@@ -16,7 +16,7 @@ _process: subprocess.Popen[bytes] | None = None
 def start_early(arguments: Sequence[str]) -> None:
     """Start the engine if the command line probably opens a model on this machine. arguments: without the program's name.
 
-    An engine that is never used exits together with this process, because its standard input is then closed.
+    An unused engine exits together with this process, because its standard input is then closed.
     """
     global _process
     if _COMPLETION in os.environ or arguments[:1] == ["serve"]:
@@ -29,7 +29,7 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """The engine process that `start_early` started, for the first caller; None for later callers, or if none was started."""
+    """Return the engine process that `start_early` started. Returns None if it started none, and to all callers but the first."""
     global _process
     process, _process = _process, None
     return process

@@ -1,4 +1,4 @@
-"""How the process exits."""
+"""Ends the process."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import sys
 
 
 def exit_at_once(status: str | int | None) -> None:
-    """Exit; if torch was imported, without shutting down the interpreter.
+    """Exit. If torch was imported, skip the interpreter's shutdown.
 
     Interpreter shutdown aborts while a torch thread, or a thread that held tensors, is still ending, even after its last line of
     Python has run. The terminal has been restored and the session saved before this is called.
 
-    status: as for `sys.exit`: an exit status, or an error message to print.
+    status: an exit status or an error message to print, as for `sys.exit`.
     """
     if "torch" not in sys.modules or isinstance(status, str):
         sys.exit(status)

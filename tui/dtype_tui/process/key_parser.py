@@ -1,4 +1,4 @@
-"""Parses the bytes of the terminal as Textual does, except for Escape followed by a character in a single write."""
+"""Parses the terminal's bytes as Textual does, except for Escape followed by a character in a single write."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _WORD_KEYS = ("\x1bb", "\x1bf")
 
 
 class KeyParser(XTermParser):
-    """Reads Escape and a character that arrive together as two keys, or as Alt with that letter.
+    """Parses Escape and a character that arrive together as two keys, or as Alt with that letter.
 
-    Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives within that time, it turns
-    Escape and the character into text (`^q`). It turns Escape and a digit into a character of another keyboard, such as `¡`.
+    Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives within that time, the parser
+    turns Escape and the character into text (`^q`). It turns Escape and a digit into a character of another keyboard, such as `¡`.
     """
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:

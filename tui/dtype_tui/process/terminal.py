@@ -34,7 +34,7 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
 
 
 def server_disconnected() -> bool:
-    """Whether the web server has closed its end of our standard input, when the app runs in a browser.
+    """Return whether the web server, if the app runs in a browser, has closed its end of this process's standard input.
 
     Textual does not check this, and an unreachable app would keep its model in memory forever.
     """

@@ -1,1 +1,1 @@
-"""Text and plots for the terminal's cells."""
+"""Text and plots in terminal cells."""

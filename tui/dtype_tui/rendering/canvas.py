@@ -16,7 +16,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _BRAILLE = 0x2800
 """The code of the empty braille character."""
 _GAP = 2
-"""The least number of cells between two labels of the horizontal axis."""
+"""Minimum number of cells between two labels of the horizontal axis."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Series:
     points: Sequence[tuple[float, float]]
     """(x, y) of each point."""
     mark: str = ""
-    """The character that marks each point; "" joins the points by a line of dots instead."""
+    """The character that marks each point. If "", a line of dots joins the points instead."""
     style: str = ""
 
 
@@ -37,22 +37,22 @@ class Axes:
     left: float
     right: float
     low: float
-    """The smallest y; its logarithm to base ten, unless `linear`."""
+    """The smallest y if `linear`, or else its logarithm to base ten."""
     high: float
-    """The largest y, likewise."""
+    """The largest y if `linear`, or else its logarithm to base ten."""
     zero: bool
     """Whether there is a separate line for zero."""
     linear: bool = False
 
     def level(self, y: float) -> float | None:
-        """The position of `y` on the scale of `low` and `high`; None if it is drawn as zero."""
+        """Return the position of `y` on the scale of `low` and `high`, or None if `y` is drawn as zero."""
         if self.linear:
             return y
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Logarithmic axes that contain every point. A y below a millionth of the largest counts as zero."""
+    """Return logarithmic axes that contain every point. A y below a millionth of the largest counts as zero."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -66,7 +66,7 @@ def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
 
 
 def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
-    """Linear axes that contain every finite point."""
+    """Return linear axes that contain every finite point."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     low, high = min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0)
     if high - low < 1e-6 * max(1.0, abs(high)):
@@ -89,9 +89,9 @@ def plot(
     vertical: float | None = None,
     names: Sequence[tuple[float, str]] = (),
 ) -> Text:
-    """The plot as `height` lines of `width` cells.
+    """Return the plot as `height` lines of `width` cells.
 
-    vertical: x of a vertical line. names: (x, name), in order, to write below the horizontal axis instead of figures.
+    vertical: x of a vertical line. names: (x, name), in order, to write below the horizontal axis instead of numbers.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     margin = max(len(label) for label in (*labels.values(), "0")) + 1
@@ -127,12 +127,12 @@ class _Grid:
         return min(self._columns - 1, self._across(x) // 2)
 
     def _across(self, x: float) -> int:
-        """The column of dots for an x, with two dots per cell."""
+        """Return the column of dots for an x, with two dots per cell."""
         axes = self._axes
         return round((x - axes.left) / (axes.right - axes.left) * (2 * self._columns - 1))
 
     def _down(self, y: float) -> int | None:
-        """The row of dots for a y, counted from the top with four dots per cell; None if it is drawn as zero."""
+        """Return the row of dots for a y, counted from the top with four dots per cell, or None if the y is drawn as zero."""
         axes, level = self._axes, self._axes.level(y)
         return None if level is None else round((axes.high - level) / (axes.high - axes.low) * (4 * self._rows - 1))
 
@@ -186,9 +186,9 @@ class _Grid:
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """Labels of the vertical axis, by row: round figures on a linear axis.
+    """Return labels of the vertical axis, by row: round numbers on a linear axis.
 
-    On a logarithmic axis, powers of ten in at most every other row, or the two ends if fewer than two powers are in range.
+    On a logarithmic axis, these are powers of ten in at most every other row, or the two ends if it has fewer than two such powers.
     """
     if axes.linear:
         return _round_figures(axes, rows)
@@ -202,9 +202,9 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
-    """Labels of a linear axis, by row: multiples of 1, 2 or 5 times a power of ten, in at most every third row.
+    """Return labels of a linear axis, by row: multiples of 1, 2 or 5 times a power of ten, in at most every third row.
 
-    The two ends if fewer than two such multiples are in range.
+    If fewer than two such multiples are in range, the labels are the axis's two ends.
     """
     span = axes.high - axes.low
     least = span / max(1, rows // 3)
@@ -219,7 +219,7 @@ def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
-    """The line of names below the axis. Each name starts at its x; a name that would touch the previous one is left out."""
+    """Return the line of names below the axis. Each name starts at its x. A name that would touch the previous one is left out."""
     line = ""
     for x, name in names:
         start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))
@@ -229,7 +229,7 @@ def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -
 
 
 def _x_labels(axes: Axes, columns: int) -> str:
-    """The line of figures below the axis, each centred at its x but kept inside the line."""
+    """Return the line of numbers below the axis, each centred at its x but kept inside the line."""
     span = axes.right - axes.left
     digits = max(0, min(4, 2 - math.floor(math.log10(span)))) if span > 0 else 2
     line = ""

@@ -25,11 +25,11 @@ _OF_BLOCKS = {
 """Colours of block formats, by the kind and bits of their elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
-"""The SQNR at and above which the bar of a drift is empty."""
+"""The SQNR in dB from which on the bar of a drift is empty."""
 
 
 def colour(dtype: str) -> str:
-    """The colour of a dtype, from the terminal's palette."""
+    """Return the colour of a dtype, from the terminal's palette."""
     row = dtypes.BY_NAME.get(dtype)
     if row is not None and row.blocks is not None:
         return _OF_BLOCKS[row.kind, row.bits]
@@ -37,17 +37,17 @@ def colour(dtype: str) -> str:
 
 
 def name_cell(text: str, width: int) -> str:
-    """A name from a file, without control characters, truncated to `width` cells."""
+    """Return a name from a file without control characters, truncated to `width` cells."""
     return truncate(printable(text, max(width, 1)), width)
 
 
 def truncate(text: str, width: int) -> str:
-    """Text truncated to `width` cells, with an ellipsis if it was cut. Every character must be one cell wide."""
+    """Truncate a text to `width` cells, with an ellipsis if it was cut. Every character must be one cell wide."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
 
 
 def wrap_dotted(name: str, width: int) -> str:
-    """A module's name wrapped to lines of `width` cells. It breaks only before dots, so a long part may exceed the width."""
+    """Wrap a module's name to lines of `width` cells. Lines break only before dots, so a long part may exceed the width."""
     lines = [""]
     for part in re.split(r"(?=\.)", name):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -57,7 +57,7 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """(text, dtype) pieces of a node's mix of dtypes: `bf16 83 % · f32 17 %`. If not all fit, `+1` counts the rest."""
+    """Return (text, dtype) pieces for a node's mix of dtypes: `bf16 83 % · f32 17 %`. If not all fit, `+1` counts the rest."""
     shares = totals.mix()
     if not shares:
         return []
@@ -83,7 +83,7 @@ def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
 
 
 def drift_cell(drift: ModuleDrift | None) -> tuple[str, str]:
-    """(SQNR in dB or a word, bar) of a module's drift. A longer bar means more drift."""
+    """Return (SQNR in dB or a word, bar) for a module's drift. A longer bar means more drift."""
     if drift is None:
         return "", ""
     if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
@@ -96,13 +96,13 @@ def drift_cell(drift: ModuleDrift | None) -> tuple[str, str]:
 
 
 def short_bytes(size: int) -> str:
-    """A size in bytes as text of at most nine cells, such as `396.8 KiB`."""
+    """Return a size in bytes as text of at most nine cells, such as `396.8 KiB`."""
     number, unit = human_bytes(size).split(" ")
     return f"{float(number):.1f} {unit}" if "." in number else f"{number} {unit}"
 
 
 def bar(share: float, width: int) -> str:
-    """A bar of `width` cells of which `share`, from 0 to 1, is filled, in steps of an eighth of a cell."""
+    """Return a bar of `width` cells, filled in steps of an eighth of a cell. share: the filled part, from 0 to 1."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)

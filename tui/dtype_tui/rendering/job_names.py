@@ -1,4 +1,4 @@
-"""Names of the engine's jobs on the screen, and how to start a stopped one again."""
+"""Names of the engine's jobs on the screen, and how to restart a stopped job."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "losses": ("looking for values that are lost", "lost values", "m looks again"),
     "floor": ("the reference against itself", "floor", "the drift stays valid"),
 }
-"""By job: its words while it runs, its words while it waits, and what the user should know after stopping it."""
+"""By job: the words for it while it runs, the words while it waits, and what the user should know after stopping it."""
 
 
 def queue_words(running: str, waiting: Iterable[str]) -> str:
-    """The waiting jobs, in order: `scan, writing`. A measurement that is running and will run again is not listed."""
+    """Return the waiting jobs, in order: `scan, writing`. A measurement that is running and will run again is not listed."""
     return ", ".join(WORDS[name][1] for name in waiting if not (name == running == "measure"))
 
 
 def stopped_sentence(stopped: str | None, dropped: Iterable[str]) -> str:
-    """The notice after a stop: `stopped: timing; t times again. Not begun: scan`.
+    """Return the notice after a stop, such as `stopped: timing; t times again. Not begun: scan`.
 
-    stopped: the job that was running; None if none had begun. dropped: the jobs that were waiting.
+    stopped: the job that was running, or None if none had begun. dropped: the jobs that were waiting.
     """
     rest = ", ".join(WORDS[name][1] for name in dropped)
     if stopped is None:

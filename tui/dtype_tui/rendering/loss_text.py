@@ -17,7 +17,7 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """Marks such as `⚠ 64 inf 12 zero`, by name, of the tensors that lose values and of the modules above them."""
+    """Return marks such as `⚠ 64 inf 12 zero` for the tensors that lose values and for all modules above them, by name."""
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
         for name in (loss.tensor, *ancestors(loss.tensor)):
@@ -28,7 +28,7 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
 
 
 def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
-    """The mark for these counts of values, `⚠ 64 inf 12 zero`; "" if all are zero."""
+    """Return the mark for these counts of lost values, such as `⚠ 64 inf 12 zero`, or "" if all counts are 0."""
     parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
     words = " ".join(f"{count:,} {what}" for count, what in parts if count)
     return f"⚠ {words}" if words else ""
@@ -37,7 +37,7 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
 def loss_rows(
     lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
 ) -> list[tuple[str, str]]:
-    """Rows (label, words) of the Drift pane: the tensors that lose values, and the rules that keep these values.
+    """Return rows (label, words) of the Drift pane: the tensors that lose values, and the rules that keep these values.
 
     lost: None while unknown, because of `reason`. remedy_next: whether the key for remedies applies `remedy` next.
     """
@@ -56,6 +56,6 @@ def _sentences(losses: Sequence[ValueLoss]) -> list[str]:
 
 
 def loss_status(losses: Sequence[ValueLoss]) -> str:
-    """The words of the status line: `⚠ 64 values became infinite, in 1 tensor`; "" if no values are lost."""
+    """Return the words of the status line, such as `⚠ 64 values became infinite, in 1 tensor`, or "" if no values are lost."""
     words = headline(losses)
     return f"⚠ {words}" if words else ""

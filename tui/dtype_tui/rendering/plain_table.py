@@ -13,7 +13,7 @@ class PlainTable(Table):
 
     @classmethod
     def labelled(cls, gap: int = 2, columns: int = 1) -> Table:
-        """A grid with a column of dim labels and `columns` more columns, `gap` cells apart. Long text is folded."""
+        """Return a grid with a column of dim labels and `columns` more columns, `gap` cells apart. Long text is folded."""
         grid = cls.grid(padding=(0, gap))
         grid.add_column(style="dim", no_wrap=True)
         for _ in range(columns):

@@ -1,4 +1,4 @@
-"""Lines for the modules that drift most: one each if the shortened names are unique, otherwise more."""
+"""Lines for the modules that drift most. A module takes one line if its shortened name is unique, or else several."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NUMBER_WIDTH = 10
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """A module's name in `width` cells. If it is too long its beginning is cut off, as in `…10.mlp.down_proj`.
+    """Shorten a module's name to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
 
-    None if the rest is also the end of another name in `others`.
+    Returns None if the shortened name would also be the end of another name in `others`.
     """
     if len(name) <= width:
         return name
@@ -35,9 +35,9 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
 def worst_lines(
     worst: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
 ) -> list[Text] | None:
-    """One line per module with its SQNR and shortened name; None if a shortened name could be one of `others`.
+    """Return a line per module with its SQNR and shortened name, or None if a shortened name could be one of `others`.
 
-    unit: whether the SQNR has its unit.
+    unit: whether to write the unit of the SQNR.
     """
     numbers = _numbers(worst, unit)
     widest = _NUMBER_WIDTH if unit else max(map(len, numbers), default=0)
@@ -52,7 +52,7 @@ def worst_lines(
 
 
 def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
-    """The SQNR of each module without its unit, then its shortened name; the full name below if the short one is not unique."""
+    """Return the SQNR without unit and the shortened name of each module, or the full name below if the short one is not unique."""
     numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)
     lines = []

@@ -48,7 +48,7 @@ class CausesScreen(ModalScreen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,d", "leave", "Close, and stop looking for causes"),
+        Binding("escape,q,d", "leave", "Close, and stop the measurement of causes"),
         Binding("j", "scroll(1)", "Down", show=False),
         Binding("k", "scroll(-1)", "Up", show=False),
     ]
@@ -125,7 +125,7 @@ class CausesScreen(ModalScreen[None]):
         widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
 
     def _modules_with_weights(self) -> list[str]:
-        """Names of the measured modules that hold tensors directly, in the order of the pass."""
+        """Return names of the measured modules that hold tensors directly, in the order of the pass."""
         modules = self._experiment.tree.modules
         return [name for name in self._experiment.results.modules if name in modules and modules[name].tensors]
 
@@ -142,12 +142,12 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """A value for the plot, which leaves out non-finite values: NaN for None. The SQNR of an exact module is infinite."""
+    """Convert an SQNR for the plot: None to NaN, which is not drawn. An exact module's infinite SQNR is not drawn either."""
     return math.nan if sqnr_db is None else sqnr_db
 
 
 def _short(name: str) -> str:
-    """A short label of a module: the numbered part of its name, such as `layers.3`, or else the last part."""
+    """Return a short label of a module: the numbered part of its name, such as `layers.3`, or else the last part."""
     shown = printable(name, 200)
     parts = shown.split(".")
     counted = next((index for index in numbered_parts(shown) if index), None)

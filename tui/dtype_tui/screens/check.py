@@ -1,4 +1,4 @@
-"""What the check of the model's files found, kind by kind."""
+"""The window with the findings of the check of the model's files, grouped by kind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 _SHOWN = 50
-"""Findings of one kind that the window shows."""
+"""Maximum number of findings of one kind that the window shows."""
 
 
 def check_screen(report: CheckReport, width: int) -> Overlay:
-    """The findings of each kind with why they matter, on a screen of this width."""
+    """Return a window with the findings of each kind, and why they matter. width: of the screen, in cells."""
     read = f"{plural(report.tensors, 'header')} and {plural(report.scales, 'tensor')} of scales were read"
     words = Text(
         "Nothing was found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n", style="bold"

@@ -50,7 +50,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.call_after_refresh(self.redraw)
 
     def draw(self) -> Text:
-        """The text of all lines, each of which begins with its `marker`."""
+        """Return the text of all lines, each of which begins with its `marker`."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -58,7 +58,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.query_one(Static).update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
-        """(text, style) of the marker at the beginning of a line."""
+        """Return (text, style) of the marker at the beginning of a line."""
         return "› " if index == self.index else "  ", "bold"
 
     def action_move(self, step: int) -> None:

@@ -32,18 +32,18 @@ class Side:
     """The short name of the recipe in the headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
-    """The measurement; None if the recipe was not measured."""
+    """The measurement, or None if the recipe was not measured."""
     modules: Mapping[str, ModuleDrift] | None
-    """The drift of the modules by name; None if it was not kept."""
+    """The drift of the modules by name, or None if this drift is no longer stored."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """The side of a measured recipe."""
+    """Return the side of the comparison for a measured recipe."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """The side of a recipe, with its measurement on the current inputs with the current settings, if there is one."""
+    """Return the side of the comparison for a recipe, with its measurement on the current inputs and settings, if there is one."""
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
         if entry.recipe == recipe and (entry.settings, entry.inputs) == now:
@@ -52,7 +52,7 @@ def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
 
 
 def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
-    """Two recipes compared by their figures, rules, tensors and modules. Differences are bold."""
+    """Return a window that compares two recipes by their figures, rules, tensors and modules. Differences are bold."""
     plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
     page = PlainTable.grid()
     page.add_row(_figures(one, other, plans))
@@ -142,7 +142,7 @@ def _rules(one: Side, other: Side) -> Table:
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
-    """A table of the tensors whose dtypes differ."""
+    """Return a table of the tensors whose dtypes differ."""
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     if not differ:
@@ -161,7 +161,7 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
 
 
 def _modules(one: Side, other: Side) -> Table | Text:
-    """A table of the modules whose drift differs, with the largest differences first."""
+    """Return a table of the modules whose drift differs, with the largest differences first."""
     if one.modules is None or other.modules is None:
         return _heading("modules: not kept for both; going back to a recipe measures it again")
     rows = []

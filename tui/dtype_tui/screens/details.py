@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
-    """A window with everything that is known about a module or tensor."""
+    """Return a window with everything that is known about a module or tensor."""
     grid = PlainTable.labelled()
     grid.add_row("name", printable(node, 2000) or "the whole model")
     module = experiment.tree.modules.get(node)
@@ -93,7 +93,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _output_words(experiment: Experiment) -> str:
-    """The drift of the model's output in words, with the part of the inputs that it covers if not all; "" if unknown."""
+    """Return the drift of the model's output in words, with the part of the inputs that it covers if not all, or "" if unknown."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         output, extent = report.output, report.sequences
@@ -106,7 +106,7 @@ def _output_words(experiment: Experiment) -> str:
 
 
 def _over(report: DriftReport | None) -> str:
-    """How many sequences the modules' figures cover, as the end of a sentence; "" if they cover all, or if that is unknown."""
+    """Return the number of sequences that the modules' figures cover, as the end of a sentence, or "" if all or unknown."""
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""
 

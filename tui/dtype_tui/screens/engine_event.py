@@ -8,7 +8,7 @@ from dtype_engine.worker import events
 
 
 class EngineEvent(Message, bubble=False):
-    """The engine's threads post this message to the main screen, which passes it on to every open window."""
+    """A message that the engine's threads post to the main screen, which passes it on to every open window."""
 
     def __init__(self, event: events.Event) -> None:
         super().__init__()

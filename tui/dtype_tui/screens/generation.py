@@ -15,7 +15,7 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def generation_screen(texts: Sequence[Generation]) -> Overlay:
-    """A window with both texts side by side for each prompt. The first token that differs is in brackets."""
+    """Return a window with both texts side by side for each prompt. The first token that differs is in brackets."""
     grid = PlainTable.grid(padding=(0, 2), expand=True)
     grid.add_column(ratio=1, overflow="fold")
     grid.add_column(ratio=1, overflow="fold")
@@ -30,7 +30,7 @@ def generation_screen(texts: Sequence[Generation]) -> Overlay:
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """The end of the prompt, dim, and the generated text after it, both without control characters."""
+    """Return the end of the prompt, dim, and the generated text after it, both without control characters."""
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     for index, piece in enumerate(written.pieces):
         if text.differs and index == text.same_tokens:

@@ -1,4 +1,4 @@
-"""The help: a page with the main screen's keys by task; below it the keys of every window and explanations of terms."""
+"""The help: a page with the main screen's keys by task. Below are the keys of every window and explanations of terms."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from dtype_tui.widgets.tree_rows import Row
 Section = tuple[str, list[tuple[str, str]]]
 _NARROWEST = 35
 _KEYS_WIDTH = 8
-"""Cells for the keys in a column. Longer keys push their description to the right."""
+"""Cells for the keys in a column of the main screen's keys. Longer keys push their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""The same for the keys of windows, whose lines have the full width of the page."""
+"""Cells for the keys of windows. Lines of these keys have the full width of the page."""
 
 
 class HelpScreen(ModalScreen[None]):
@@ -63,7 +63,7 @@ class HelpScreen(ModalScreen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape", "leave", "Close: the search, then the help", priority=True),
+        Binding("escape", "leave", "Close the search, then the help", priority=True),
         Binding("q,enter,question_mark", "dismiss", "Close"),
         Binding("slash", "search", "Search the help"),
         Binding("j", "scroll(1)", "Down", show=False),
@@ -140,9 +140,9 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """The sections of keys, and (title, text) of the explanations. chosen: the user's own keys, by binding id.
+    """Return the sections of keys, and (title, text) of the explanations. chosen: the user's own keys, by binding id.
 
-    A section is (title, keys and their descriptions) of a screen or prompt; the main screen is first, the tree second. Descriptions
+    A section is (title, keys and their descriptions) of a screen or prompt. The main screen is first, the tree second. Descriptions
     begin with a lower-case letter here, unlike in the command palette.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
@@ -172,7 +172,7 @@ def sections(
 
 
 def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
-    """(binding id, description) of the keys that apply to the node of a row of the tree."""
+    """Return (binding id, description) of the keys that apply to a row's node."""
     found = [("details", "details"), ("cast", "cast by a pattern"), ("copy-name", "copy its name")]
     if row.tensor is not None:
         found.append(("values", "its values"))
@@ -184,7 +184,7 @@ def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
 
 
 def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
-    """The lines with the keys for the node under the cursor: the keys for dtypes in one line, then the others."""
+    """Return the lines with the keys for the node under the cursor: one line with the keys for dtypes, then the other keys."""
     names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
     text = Text()
     text.append(f"Here: {node}\n", style="bold")
@@ -201,14 +201,14 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
 
 
 def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
-    """The groups of keys, each as a heading and one line per entry."""
+    """Return the groups of keys, each as a heading and one line per entry."""
     return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
 
 
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """A heading and its rows. width: of the page, to which descriptions are wrapped; None: they are not wrapped."""
+    """Return a heading and its rows. width: of the page in cells, to wrap descriptions; if None, they are not wrapped."""
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]
@@ -218,7 +218,7 @@ def _block(
 
 
 def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
-    """The lines of an entry: the keys and the description. Continuation lines of the description are indented to `column`."""
+    """Return an entry's lines: the keys and the description. The description's continuation lines are indented to `column`."""
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
@@ -230,7 +230,7 @@ def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """The keys of several bindings: the first key of each, then the second key of each. Ctrl+r is written `^r`."""
+    """Return the keys of several bindings: the first key of each, then the second key of each. Ctrl+r is written `^r`."""
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]
@@ -238,7 +238,7 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """The page of search results: keys whose name, section or description contains `wanted`, and sentences that contain it."""
+    """Return the search results: keys whose name, section or description contains `wanted`, and sentences that contain `wanted`."""
     wanted = wanted.strip().lower()
     page = Text()
     for title, rows in places:

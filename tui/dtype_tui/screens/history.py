@@ -29,14 +29,14 @@ _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
 _RULES = "rules"
 _RULES_WIDTH = 22
-"""Cells for the rules. Other columns are left out until the rules have this width."""
+"""Minimum number of cells for the rules. Other columns are left out to reach it."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
-"""The columns that can be left out, in this order."""
+"""The columns that may be left out, in the order in which they are left out."""
 _PADDING = 2
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
-    """Lists the measured recipes. The result is the one to go back to, or None.
+    """Lists the measured recipes. The result is the recipe to go back to, or None.
 
     Keys pin a recipe, compare two, or make one the baseline for the tree and the panes.
     """
@@ -52,12 +52,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "go_back", "Go back to the recipe"),
-        Binding("p", "pin", "Pin it: pinned ones come first"),
-        Binding("c", "compare", "Compare two recipes: press it on each"),
-        Binding(
-            "P", "compare_all", "Make it the baseline that the tree and the panes compare with; again: no baseline"
-        ),
-        Binding("m", "measure", "Measure all of them on the current inputs with the current settings"),
+        Binding("p", "pin", "Pin the recipe: pinned recipes come first"),
+        Binding("c", "compare", "Compare two recipes: press the key on each"),
+        Binding("P", "compare_all", "Compare the tree and the panes with this recipe, or stop comparing"),
+        Binding("m", "measure", "Measure all recipes on the current inputs with the current settings"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("escape,q,H", "leave", "Close"),
@@ -72,7 +70,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._chosen: int | None = None
         self._order: list[int] = []
         self._filled_for = 0
-        """The width in cells for which the columns were chosen."""
+        """The width in cells for which the table's columns were chosen."""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -87,7 +85,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._fill(len(self._experiment.measured) - 1)
 
     def show_figures(self) -> None:
-        """Show recipes that were measured since; the cursor stays on its recipe."""
+        """Add recipes that were measured after the last redraw. The cursor stays on its recipe."""
         if self._seen != self._entries:
             at = self._entries[self._at].key if self._at < len(self._entries) else None
             keys = [entry.key for entry in self._entries]
@@ -117,7 +115,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _width(self) -> int:
-        """Cells for the columns. Before the layout this is an estimate, so that the rows exist for keys that follow H at once."""
+        """Cells for the columns. Before the layout this is an estimate, so that keys pressed right after H find rows to act on."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -142,7 +140,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """The meaning of a measurement. The floor is known only for the current inputs."""
+        """Say what a measurement means for the model. The noise floor is known only for the current inputs."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -227,9 +225,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """The columns that fit into `width` cells, with their widths. The rules come last and get the remaining cells.
+    """Return the columns that fit into `width` cells, with their widths. The rules come last and get the remaining cells.
 
-    If too little would remain for the rules, other columns are left out: first those without a figure, then as in _LEAVE.
+    If too little would remain for the rules, other columns are left out: first those without any figure, then those in _LEAVE.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
@@ -241,7 +239,7 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 
 
 def _time_or_extent(entry: MeasuredRecipe) -> str:
-    """The time of the candidate, or the sequences covered, such as `2 of 6`, if not all were run."""
+    """Return the candidate's time or, if not all sequences were run, the number of sequences, such as `2 of 6`."""
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)

@@ -1,4 +1,4 @@
-"""The window with the inputs of the model, call by call, and a line that names other inputs."""
+"""The window with the inputs of the model, call by call, and a line in which the user names other inputs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class InputsScreen(ModalScreen[None]):
     """
 
     HELP = (
-        "A prompt, or the path of a file: text (.txt, .jsonl), a picture, a sound, or tensors by argument (.safetensors, .npz, "
-        ".pt). New text replaces text, a new picture replaces pictures, and tensors replace everything. An empty line restores the "
-        "defaults."
+        "A prompt, or the path of a file: text (.txt, .jsonl), an image, audio, or tensors by argument (.safetensors, .npz, .pt). "
+        "New text replaces the earlier text, a new image the earlier images, and tensors replace everything. An empty line "
+        "restores the defaults."
     )
 
     DEFAULT_CSS = """
@@ -70,7 +70,7 @@ class InputsScreen(ModalScreen[None]):
             with VerticalScroll(can_focus=False):
                 yield Static(id="inputs-rows", markup=False)
             with Vertical(id="inputs-ask"):
-                yield Static(Text("a prompt, or a file: text, picture, sound, tensors; empty: defaults", style="dim"))
+                yield Static(Text("a prompt, or a file: text, image, audio, tensors; empty: defaults", style="dim"))
                 yield LineInput("inputs-line", self._enter)
                 yield Static(id="inputs-status", markup=False)
 
@@ -112,7 +112,7 @@ class InputsScreen(ModalScreen[None]):
 
 
 def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
-    """A table of the inputs: a description, their sources, and a row for each call. compared: the number of compared positions."""
+    """Return a table of the inputs: a description, their sources, and a row per call. compared: number of compared positions."""
     head = PlainTable.labelled()
     for index, part in enumerate(summary.made_of):
         head.add_row("made of" if index == 0 else "", Text(printable(part, 300)))

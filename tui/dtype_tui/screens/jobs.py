@@ -22,7 +22,7 @@ class JobsScreen(ChoiceScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "move(-1)", "The job above"),
         Binding("down,j", "move(1)", "The job below"),
-        Binding("x,delete", "stop", "Stop this job; the others run"),
+        Binding("x,delete", "stop", "Stop this job; other jobs continue"),
         Binding("escape,q,enter,J", "leave", "Close"),
     ]
 
@@ -32,7 +32,7 @@ class JobsScreen(ChoiceScreen[None]):
         super().__init__(len(self._jobs()))
 
     def _jobs(self) -> list[str]:
-        """Names of the jobs: the running one, then the waiting ones."""
+        """Return the names of the jobs: the running one, then the waiting ones."""
         activity = self._activity
         return [activity.running, *activity.waiting] if activity.busy else []
 

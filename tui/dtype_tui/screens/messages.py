@@ -1,4 +1,4 @@
-"""The window with all messages of the app so far."""
+"""The window with all messages that the app has shown."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def messages_screen(said: Iterable[Notification]) -> Overlay:
-    """A window with every message and its time of day, the newest first."""
+    """Return a window with every message and its time of day, the newest first."""
     grid = PlainTable.labelled()
     for each in reversed(list(said)):
         style = "" if each.severity == "information" else "bold"

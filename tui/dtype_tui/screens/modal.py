@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Whether an error is a failed query in a window that has been closed or is not composed yet, or in an app that is ending.
+    """Return whether an error is a failed query in a window that is closed or not composed yet, or in an app that is ending.
 
     Keys that open and close a window within one burst cause such errors; the app ignores them.
     """
@@ -45,7 +45,7 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 
 
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
-    """The widgets and windows whose methods are in an error's traceback, the outermost first.
+    """Return the widgets and windows whose methods are in an error's traceback, the outermost first.
 
     If the error was raised in a task of the app, the active message pump does not identify the window.
     """
@@ -86,7 +86,7 @@ class CommandPalette(_CommandPalette):
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Wait for the search before Enter chooses. Textual would choose from the results for only a part of the typed words."""
+        """Let Enter choose only after the search has finished. Textual would choose from the results for part of the words."""
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:

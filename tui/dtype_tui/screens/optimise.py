@@ -35,12 +35,12 @@ _RESTS_S = 0.05
 """Seconds that the cursor must rest on a point before its rules are computed."""
 _MOST_ZOOM = 64
 _AROUND = 2
-"""How many points on either side are measured together with a point."""
+"""Number of points on either side that are measured together with a point."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class OptimiseScreen(ModalScreen[None]):
-    """Left and right walk along the front; Enter applies the recipe of the point, which the engine then measures."""
+    """Shows the Pareto front. Left and right walk along it; Enter applies the point's recipe, which the engine then measures."""
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
@@ -63,8 +63,8 @@ class OptimiseScreen(ModalScreen[None]):
         measure: Callable[[Sequence[Recipe]], None],
         undo: Callable[[], None],
     ) -> None:
-        """apply_recipe: makes a recipe current, which measures it; returns False if it already is. measure: measures recipes, but
-        does not make them current.
+        """apply_recipe: makes a recipe current, so that it is measured; returns False if it already is current. measure: measures
+        recipes without making them current.
         """
         super().__init__()
         self.experiment = experiment
@@ -106,7 +106,7 @@ class OptimiseScreen(ModalScreen[None]):
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the front within these limits; the cursor stays at the same size. False if no plan meets the limits."""
+        """Compute the front within these limits. The cursor stays at the same size. Returns False if no plan meets the limits."""
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
@@ -136,11 +136,11 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def recipe(self) -> Recipe | None:
-        """The shortest recipe for the plan under the cursor; None until it has been computed."""
+        """The shortest recipe for the plan under the cursor, or None until it has been computed."""
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the recipe in a thread once the cursor rests, since it takes long for a large model."""
+        """Compute the recipe in a thread once the cursor rests, since this takes long for a large model."""
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -219,14 +219,14 @@ class OptimiseScreen(ModalScreen[None]):
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Whether x is in the visible part of the plot, which is centred at the point under the cursor."""
+        """Return whether x is in the visible part of the plot, which is centred at the point under the cursor."""
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """(planned bytes, drift in the scan's unit) of every recipe measured on the current inputs with the current settings."""
+        """Return (planned bytes, drift in the scan's unit) of each recipe measured on the current inputs and settings."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings
@@ -269,7 +269,7 @@ class OptimiseScreen(ModalScreen[None]):
         return text
 
     def point_measurement(self) -> Point | None:
-        """The measurement of the point under the cursor, if there is one."""
+        """Return the measurement of the point under the cursor, if there is one."""
         recipe = self.recipe
         return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
 

@@ -37,7 +37,7 @@ class Overlay(ModalScreen[None]):
 
     @staticmethod
     def content_width(width: int) -> int:
-        """Cells for text in a box on a screen of `width` cells."""
+        """Return the number of cells for text in a box on a screen of `width` cells."""
         return min(100, 96 * width // 100) - 5  # less the border, the padding and the scrollbar
 
     def compose(self) -> ComposeResult:

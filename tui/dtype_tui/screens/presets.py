@@ -1,4 +1,4 @@
-"""The window with the presets, and what each would do to this model."""
+"""The window with the presets, and the effect of each on this model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Preset above"),
         Binding("down,j,tab", "move(1)", "Preset below"),
-        Binding("enter", "apply", "Apply it, which replaces all rules; u undoes that"),
+        Binding("enter", "apply", "Replace all rules by the preset; u undoes this"),
         Binding("escape,q,p", "leave", "Close, and change nothing"),
     ]
 
@@ -34,7 +34,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         super().__init__(len(PRESETS))
         self._tree = tree
         self.effects: list[PresetEffect] = []
-        """The effects computed so far, in the order of the presets."""
+        """The effects that have been computed, in the order of the presets."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)

@@ -43,7 +43,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds that an engine on another machine writes there. Their paths are those of that machine."""
+"""The kinds of file that an engine on another machine writes to that machine. Their paths are paths on that machine."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
@@ -59,7 +59,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,shift+tab", "move(-1)", "Kind above", priority=True),
         Binding("down,tab", "move(1)", "Kind below", priority=True),
-        Binding("enter", "write", "Write it", priority=True),
+        Binding("enter", "write", "Write the file", priority=True),
         Binding("escape", "leave", "Close, and write nothing", priority=True),
     ]
 
@@ -72,8 +72,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         host: str = "",
         check_path: Callable[[str], None] = lambda path: None,
     ) -> None:
-        """rules: how many rules the recipe has. drift: the current measurement. lost: returns the weights whose casts lose values;
-        None while unknown. host, check_path: as in `Engine`.
+        """rules: number of rules in the recipe. drift: the current measurement. lost: returns the weights whose casts lose values,
+        or None while these are unknown. host, check_path: as in `Engine`.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
@@ -85,7 +85,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._host = host
         self._check_path = check_path
         self._checking: str | None = None
-        """The path that an engine elsewhere is checking; None if there is none."""
+        """The path that an engine on another machine is checking, or None if it checks none."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -121,7 +121,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         return bool(self._host) and self._kind in WRITTEN_THERE
 
     def _free_name(self) -> str:
-        """A file name that does not exist in the working directory."""
+        """Return a file name that does not exist in the working directory."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         number = 1
@@ -230,7 +230,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """The request for one of `KINDS`. drift: the current measurement, if there is one."""
+    """Return the request for one of `KINDS`. drift: the current measurement, if there is one."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

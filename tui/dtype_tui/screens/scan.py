@@ -28,7 +28,7 @@ _SHADES = " ·░▒▓█"
 
 
 class ScanScreen(ModalScreen[str | None]):
-    """Shows the estimates so far. The result is the node to go to, `AGAIN` to resume or start a scan, or None."""
+    """Shows the scan's current estimates. The result is the node to go to, `AGAIN` to resume or start a scan, or None."""
 
     AGAIN: ClassVar[str] = ":scan"
     HELP = (
@@ -51,12 +51,12 @@ class ScanScreen(ModalScreen[str | None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "dtype(-1)", "Previous dtype"),
-        Binding("right,l", "dtype(1)", "Next dtype; the tree shows it too", priority=True),
+        Binding("right,l", "dtype(1)", "Next dtype; the tree also shows its scores", priority=True),
         Binding("b", "sort", "Sort by score, or by score per byte saved"),
-        Binding("a", "all", "Rank all dtypes together, or only the one shown"),
-        Binding("m", "map", "Map of layers, or the ranking"),
+        Binding("a", "all", "Rank all dtypes together, or only the shown dtype"),
+        Binding("m", "map", "Show the map of layers, or the ranking"),
         Binding("space", "pause", "Pause the scan, or continue it"),
-        Binding("s", "again", "Resume a stopped scan, or start another"),
+        Binding("s", "again", "Resume a stopped scan, or start another scan"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("enter", "go", "Go to the weight in the tree", priority=True),
@@ -239,7 +239,7 @@ class ScanScreen(ModalScreen[str | None]):
 
 
 def _score(score: WeightScore, wide: bool) -> str:
-    """A score with its error: `7.4097e-05 ± 2.5e-06`. wide: with all significant digits, not only two."""
+    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: with all significant digits, not only two."""
     if math.isinf(score.score):
         return "not finite"
     if wide:
@@ -248,9 +248,9 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Distinct headings, of at most `width` cells, for kinds of modules.
+    """Return distinct headings, of at most `width` cells, for kinds of modules.
 
-    A heading is the last part of the kind without `_proj`, or the end of its full name if that part is not unique.
+    A heading is the last part of the kind without `_proj`, or the end of the kind's full name if that part is not unique.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
@@ -266,20 +266,20 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """The score relative to the highest, on a logarithmic scale: 0 for a hundredth of it or less, 1 for the highest."""
+    """Return the score relative to the highest, on a logarithmic scale: 0 for a hundredth of it or less, 1 for the highest."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """A character whose density shows the score relative to the highest score, `most`."""
+    """Return a character whose density shows the score relative to the highest score, `most`."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]
 
 
 def _heat_style(share: float) -> Style:
-    """The colour for a share as returned by `_share`, from the terminal's palette."""
+    """Return the colour for a share as returned by `_share`, from the terminal's palette."""
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

@@ -1,4 +1,4 @@
-"""The window that chooses the dtypes of a scan."""
+"""The window in which the user chooses the dtypes of a scan."""
 
 from __future__ import annotations
 

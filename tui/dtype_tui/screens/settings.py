@@ -26,28 +26,28 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "float_inputs",
         "floating inputs",
         (("given", "as given"), ("model", "follow the model")),
-        "Pictures and sounds are given in float32. `follow the model` casts them to the dtype of its first weight, as "
+        "Images and audio are given in float32. `follow the model` casts them to the dtype of the model's first weight, as "
         "inputs.to(model.dtype) does. Token ids are not cast.",
     ),
     (
         "quantize_activations",
         "activations",
         (("none", "not quantised"), ("weights", "as weights")),
-        "`as weights` rounds the input of a matrix product to the format of its weight, like runtimes that serve W8A8 and W4A4. "
-        "`not quantised` measures the weights alone.",
+        "`as weights` rounds the input of a matrix product to the weight's format, like runtimes that serve W8A8 and W4A4. "
+        "`not quantised` casts only the weights.",
     ),
     (
         "compute",
         "storage-only weights",
         tuple((name, dtypes.short_name(name)) for name in ("float32", "bfloat16", "float16", "float64")),
-        "The dtype to which fp8 and int8 weights are converted where no activation determines it, as in an embedding look-up.",
+        "The dtype to which fp8 and int8 weights are converted if no activation determines it, as in an embedding look-up.",
     ),
     (
         "classes_dim",
         "classes",
         (("auto", "auto"), ("none", "none"), (1, "dim 1"), (-1, "last dim")),
-        "The dimension of the output that holds the classes or tokens of a distribution; none: drift has no KL and no same top. "
-        "Auto follows the model's class and configuration.",
+        "The dimension of the output along which classes or tokens have a distribution. With `none`, drift has no KL and no same "
+        "top. `auto` follows the model's class and configuration.",
     ),
 )
 """(field of RunSettings, title, choices as (value, label), explanation)."""
@@ -90,7 +90,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """The choices of a setting. The value in use is one of them: the command line takes more than are offered here."""
+        """Return a setting's choices. They include the current value, even one that only the command line offers."""
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

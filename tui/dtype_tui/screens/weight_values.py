@@ -17,7 +17,7 @@ from dtype_tui.state.experiment import Experiment
 
 
 def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Overlay:
-    """A window with the error of a cast to each dtype, and the exponents of the tensor's values next to the dtypes' ranges."""
+    """Return a window with the error of a cast to each dtype, and the exponents of a tensor's values next to each dtype's range."""
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):
@@ -46,7 +46,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """A histogram of |x| by powers of two, and next to each line the `range_mark` of several dtypes."""
+    """Return a histogram of |x| by powers of two. Next to each line is the `range_mark` of several dtypes."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:
@@ -75,7 +75,7 @@ def exponent_histogram(stats: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """What happens to the worst value from 2^first up to 2^(first + step) in a dtype without a scale.
+    """Return a mark for what happens to the worst value from 2^first up to 2^(first + step) in a dtype without a scale.
 
     "∞": it overflows. "0": it becomes zero. ":": it is subnormal and loses bits. "|": it is in the normal range.
     """

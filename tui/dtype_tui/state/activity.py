@@ -24,19 +24,19 @@ Progress = (
 
 
 class Activity:
-    """The engine's work, from its events and from requests that it has not begun yet. clock: returns seconds."""
+    """The engine's work, derived from its events and from requests that it has not begun yet. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything: a new engine has been started."""
+        """Reset all fields for a newly started engine."""
         self.busy = True
         self.what = "opening"
         """What the engine is doing, in a few words. Valid while `busy`."""
         self.share: float | None = None
-        """How much of that is done, from 0 to 1; None if unknown."""
+        """How much of `what` is done, from 0 to 1, or None if unknown."""
         self.running = ""
         """The running job, by its name in `JobName`."""
         self.waiting: tuple[str, ...] = ()
@@ -46,16 +46,16 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """(what the engine is doing, "" if idle; the share of it that is done)."""
+        """Return (what the engine is doing, or "" if idle; how much of this is done, from 0 to 1, or None if unknown)."""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
     def seconds_left(self) -> float | None:
-        """How many seconds the running job still needs at its pace so far; None if that can't be estimated."""
+        """The estimated number of seconds until the running job ends, or None if it can't be estimated."""
         return self._pace.seconds_left if self.busy else None
 
     def progress_words(self, width: int) -> str:
-        """The progress of the running job, such as ` 50 % ███    12 s left`, with a bar of `width` cells; "" if it is unknown."""
+        """Return the running job's progress, such as ` 50 % ███    12 s left`, or "" if unknown. width: of the bar, in cells."""
         share, left = self.share, self.seconds_left
         if share is None:
             return ""
@@ -74,7 +74,7 @@ class Activity:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Note that the engine is now doing `what`, as a part of `job`.
+        """Record that the engine is now doing `what`, as a part of `job`.
 
         share: how much of `job` is done. job: by default the part of `what` before the colon, because the passes of a measurement
         alternate and each reports its share of the whole measurement.
@@ -83,7 +83,7 @@ class Activity:
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything
 
     def follow(self, event: Progress) -> None:
-        """Take in a progress event of the engine."""
+        """Update the fields from a progress event of the engine."""
         match event:
             case events.LoadingProgress():
                 self.begin(event.step, _share(event.done, event.total), "opening")
@@ -105,5 +105,5 @@ class Activity:
 
 
 def _share(done: int, total: int | None) -> float | None:
-    """done / total, limited to 0 to 1, since an engine elsewhere may send anything; None if the total is unknown."""
+    """Return done / total, or None if the total is unknown. It is limited to 0 to 1, since a remote engine may send anything."""
     return min(1.0, max(0.0, done / total)) if total else None

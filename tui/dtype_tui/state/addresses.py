@@ -6,5 +6,5 @@ SCHEME = "ssh://"
 
 
 def is_address(model: str | None) -> bool:
-    """Whether MODEL of the command line is an address on another machine."""
+    """Return whether MODEL of the command line is an address on another machine."""
     return model is not None and model.startswith(SCHEME)

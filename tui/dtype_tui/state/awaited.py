@@ -1,4 +1,4 @@
-"""Requests whose results open a window, until the engine answers them."""
+"""Tracks requests whose results open a window, until the engine answers them."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _INSPECTED = (
 
 
 def inspect(tensor: str) -> InspectWeight:
-    """The command that reads a tensor's values and measures the error of a cast to each of several dtypes."""
+    """Return the command that reads a tensor's values and measures the error of a cast to each of several dtypes."""
     return InspectWeight(tensor, _INSPECTED)
 
 
 class AwaitedResults:
-    """Prevents duplicate requests: a key whose window opens when the engine answers has no effect while the answer is pending."""
+    """Prevents duplicate requests: while the engine's answer is pending, a key that requests the same window has no effect."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
@@ -38,11 +38,11 @@ class AwaitedResults:
             self._pending.add(key)
 
     def reset(self) -> None:
-        """Forget all pending requests: their results will not come, or would be for other inputs."""
+        """Forget all pending requests, because their results will not come, or would be for other inputs."""
         self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """Take in an event of the engine, which may answer a pending request or say that no answer will come."""
+        """Handle an event of the engine, which may answer a pending request or say that no answer will come."""
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())

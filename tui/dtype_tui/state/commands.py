@@ -1,6 +1,6 @@
 """The commands of the `:` line, such as `cast *.mlp bf16`, `go model.layers.3` and `theme high-contrast`, and their completion.
 
-The action of every key that needs no arguments is also a command, named after the action, so keys and commands always agree.
+If the action of a key needs no arguments, it is also a command with the action's name, so keys and commands always agree.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Command:
 
     name: str
     action: str
-    """The app's action that runs it; it receives the arguments as strings."""
+    """The app's action that runs the command and receives its arguments as strings."""
     arguments: tuple[str, ...] = ()
     """The kind of each argument, as `Completer` knows them."""
     meaning: str = ""
     needs: int | None = None
-    """The least number of arguments; None if all are required."""
+    """Minimum number of arguments. If None, all are required."""
 
     @property
     def usage(self) -> str:
@@ -62,7 +62,7 @@ WITH_ARGUMENTS = (
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
-    """Every command by name: those with arguments, and one for each of `actions`, which are (action of a key, description)."""
+    """Return every command by name: those with arguments, and one per (key's action, description) in `actions`."""
     by_name = {
         name_of(action): Command(name_of(action), action, (), text) for action, text in actions if "(" not in action
     }
@@ -70,7 +70,7 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """The command of a line and its arguments. The last argument is the rest of the line, including spaces.
+    """Parse a line into its command and the arguments. The last argument is the rest of the line, including spaces.
 
     Raises UserError for an unknown command, and for too few or too many arguments.
     """
@@ -107,7 +107,7 @@ class Completer:
     """Returns the words of any other kind of argument: order, columns, theme, preset."""
 
     def __call__(self, line: str) -> list[str]:
-        """Completions of a line, as whole lines, the most likely first."""
+        """Return completions of a line, as whole lines, the most likely first."""
         words = line.split(" ")
         if len(words) == 1:
             return [name for name in sorted(self.commands) if name.startswith(words[0])]
@@ -132,7 +132,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Names that complete `begun` by one part: `model.la` gives `model.layers`; `model.layers.` gives its children."""
+    """Return names that complete `begun` by one part: `model.la` gives `model.layers`; `model.layers.` gives its children."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:
@@ -147,7 +147,9 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
-    """Paths that begin with `begun`. Folders end in a slash; hidden files are left out unless the last part begins with a dot."""
+    """Return paths that begin with `begun`. Folders end in a slash. Hidden files are left out unless its last part begins with a
+    dot.
+    """
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]
     try:

@@ -1,4 +1,4 @@
-"""The controller, which owns the experiment and the engine and knows no widget.
+"""The controller, which owns the experiment and the engine and does not depend on widgets.
 
 The main screen calls its methods for keys and commands, passes it the engine's events, and then draws the experiment.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Controller:
-    """One experiment and the engine that runs it.
+    """Controls one experiment and the engine that runs it.
 
     notify: shows a sentence until the user has read it. changed: redraws the screen; called after a method other than `handle` has
     changed the state.
@@ -61,20 +61,20 @@ class Controller:
         self.life = EngineLife(engine, experiment.scan, notify, changed)
         self.activity = self.life.activity
         self.open_error: str | None = None
-        """Why the model could not be opened; None while it can."""
+        """Why the model could not be opened, or None if opening has not failed."""
         self._preset: str | None = None
-        """Name of the preset to apply once the module classes are known; None if there is none."""
+        """Name of the preset to apply once the module classes are known, or None if there is none."""
         self._after_preset = Recipe()
-        """The rules to apply after those of the preset."""
+        """The rules to add after the preset's rules."""
         self._notified: set[str] = set()
-        """Notices that were shown already."""
+        """Notices that were already shown."""
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
     def handle(self, event: events.Event) -> bool:
-        """Take in an event of the engine. The caller redraws, since many events may arrive at once.
+        """Update the state from an event of the engine. The caller redraws, since many events may arrive at once.
 
-        Returns False, and changes nothing, for an event that belongs to another recipe or other settings than the current ones.
+        Returns False, and changes nothing, if the event belongs to a recipe or settings that are not current.
         """
         if self.experiment.is_stale(event):
             return False
@@ -122,7 +122,7 @@ class Controller:
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
     ) -> None:
-        """Report the end of a job. Existing measurements stay valid after a job that was refused or stopped."""
+        """Report the end of a job. Existing measurements stay valid after a job was refused or stopped."""
         match event:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")
@@ -144,7 +144,7 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the session that is resumed, and apply the launch's preset and recipe, in this order.
+        """Restore the resumed session, if there is one, and then apply the launch's preset and recipe.
 
         Most presets are applied later, when the module classes are known.
         """
@@ -184,7 +184,7 @@ class Controller:
     # -- recipes -------------------------------------------------------------------------------------------------
 
     def apply_recipe(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one; False if it already is."""
+        """Make a recipe the current one. Returns False if it already is."""
         if not self.experiment.push(recipe):
             return False
         self._recipe_changed()
@@ -241,7 +241,7 @@ class Controller:
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Drop the rules that match tensors of this node and no others."""
+        """Drop the rules that match only tensors of this node."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.apply_recipe(self.experiment.recipe.without(inside))
@@ -254,7 +254,7 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes the output finite, if there is one; otherwise the rules that keep values which casts lose."""
+        """Apply the rule that makes the output finite or, if there is none, the rules that keep values which casts lose."""
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))
@@ -293,7 +293,7 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe over all inputs again. A measurement that is running continues, and covers all inputs."""
+        """Measure the current recipe again, over all inputs. If a measurement of it is running, extend this one to all inputs."""
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -327,7 +327,7 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs; if a job has not stopped, end the engine and start another."""
+        """Stop the engine's jobs. If a job did not stop after an earlier call, end the engine and start another."""
         if self.life.must_end:
             self.restart_engine()
         else:
@@ -353,9 +353,9 @@ class Controller:
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """What the key for the scan does next; resumes a scan that was stopped.
+        """Return what the key for the scan does next. Resumes a stopped scan.
 
-        "choose": open the window that chooses dtypes for a new scan. "show": open the results so far. "wait": open nothing.
+        "choose": open the window that chooses dtypes for a new scan. "show": open the current results. "wait": open nothing.
         """
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.model.no_forward:
@@ -373,7 +373,7 @@ class Controller:
         return "choose"
 
     def resume_scan(self) -> bool:
-        """Resume a scan that was stopped; False if there is none."""
+        """Resume a stopped scan. Returns False if there is none."""
         scan = self.experiment.scan
         if not scan.requested or scan.running or scan.finished:
             return False

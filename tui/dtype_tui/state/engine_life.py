@@ -19,11 +19,11 @@ Severity = Literal["information", "warning", "error"]
 """The severity of a notification."""
 RESTARTS = "R starts it again"
 STOP_WAIT_S = 2.0
-"""Seconds that a job has for stopping. After that the app offers to end the engine."""
+"""Seconds that a job has for stopping. After that, the app offers to end the engine."""
 
 
 class EngineLife:
-    """Whether there is an engine, and what it is doing. notify, changed: as in `Controller`."""
+    """Tracks whether there is an engine, and what it is doing. notify, changed: as in `Controller`."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class EngineLife:
         self._changed = changed
         self.activity = Activity()
         self.error: str | None = None
-        """Why there is no engine; None while there is one."""
+        """Why there is no engine, or None while there is one."""
         self.lost = False
         """Whether the connection to the engine is lost."""
         self.quit_requested = False
-        """Whether the user has pressed the key that quits, while the engine was writing files."""
+        """Whether the user has pressed the key that quits while the engine was writing files."""
         self._stopping: str | None = None
         """The job that was requested to stop and is still running (see `Activity.running`)."""
         self._stopping_since = 0.0
@@ -56,12 +56,12 @@ class EngineLife:
             self._stopping, self.must_end = None, False
 
     def note_stopped(self, job: str | None) -> None:
-        """Note that the engine has stopped `job`; None if it has only dropped waiting jobs."""
+        """Record that the engine has stopped `job`. If None, it has only dropped waiting jobs."""
         if job is not None:
             self._stopping, self.must_end = None, False
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
-        """Note that the engine has ended, or that its connection was lost or restored. The recipe and its measurements stay."""
+        """Record that the engine has ended, or that its connection was lost or restored. The recipe and its measurements stay."""
         match event:
             case events.EngineEnded():
                 lost = self._reset(event.message)
@@ -75,7 +75,7 @@ class EngineLife:
                 self._notify("connected again: nothing was lost", "information")
 
     def restart(self) -> bool:
-        """End the engine, whatever it is doing, and start another; False if that is impossible."""
+        """End the engine, whatever it is doing, and start another. Returns False if this is impossible."""
         if not self._engine.can_restart:
             self._notify("the engine is a thread of this program (--in-process): it can't be restarted", "warning")
             return False
@@ -86,9 +86,9 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Note that all running work has ended. Returns clauses for the user about the work that is lost.
+        """Record that all running work has ended. Returns clauses for the user about the work that is lost.
 
-        error: why there is no engine; None if another is starting.
+        error: why there is no engine, or None if another one is starting.
         """
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
@@ -108,13 +108,13 @@ class EngineLife:
             self.activity.expect(job)
 
     def is_available(self) -> bool:
-        """Whether there is an engine. If there is none, notifies the user."""
+        """Return whether there is an engine. If there is none, notify the user."""
         if self.error is not None:
             self._notify(self.no_engine_words, "warning")
         return self.error is None
 
     def may_quit(self) -> bool:
-        """Whether the app may quit. While files are being written, the first call warns the user and returns False."""
+        """Return whether the app may quit. While files are being written, the first call warns the user and returns False."""
         if not self.activity.saving or self.quit_requested:
             return True
         self.quit_requested = True
@@ -123,17 +123,17 @@ class EngineLife:
 
     @property
     def no_engine_words(self) -> str:
-        """The words in place of figures while there is no engine; "" while there is one."""
+        """The words to show in place of figures while there is no engine, or "" while there is one."""
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """The words of the status line while the engine is idle. planning_only: the model could not be opened."""
+        """Return the words of the status line while the engine is idle. planning_only: whether the model could not be opened."""
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Stop the running job and drop all waiting ones. job: stop only the job of this name."""
+        """Stop the running job and drop all waiting ones. job: stop only the job with this name."""
         if self.activity.busy:
             if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()
@@ -141,7 +141,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """(what the engine is doing, "" if idle or out of reach; the share of it that is done; what Esc does now)."""
+        """Return (what the engine is doing, or "" if it is idle or disconnected; how much of this is done; what Esc does now)."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
@@ -152,7 +152,7 @@ class EngineLife:
         return what, share, "Esc stops"
 
     def check_stopped(self) -> None:
-        """Offer to end the engine, if the job that `stop` requested to stop is still running. Called `STOP_WAIT_S` after `stop`."""
+        """Offer to end the engine if the job that `stop` requested to stop is still running. Called `STOP_WAIT_S` after `stop`."""
         if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
             return
         if self.lost:

@@ -1,6 +1,6 @@
 """The state of the app: the model, the history of recipes, and the results of the current recipe.
 
-It uses neither widgets nor torch: it computes only with the engine's packages that do not import torch.
+This module uses neither widgets nor torch: it computes only with the engine's packages that do not import torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that name the recipe of their request, and remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
-"""How many reports to keep for showing them at once after an undo."""
+"""Maximum number of reports to keep, so that an undo can show them at once."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,13 @@ class ModelFacts:
     class_name: str = ""
     device: str = ""
     host: str = ""
-    """The machine that the model is on; "" for this one."""
+    """The machine that the model is on, or "" for this one."""
     inputs: str = ""
     """A description of the inputs that the model runs on."""
     inputs_summary: InputsSummary | None = None
-    """None until the engine has prepared the inputs."""
+    """A summary of the inputs, or None until the engine has prepared them."""
     no_forward: str | None = None
-    """Why the model can't run; None if it can."""
+    """Why the model can't run, or None if it can."""
     live: bool = False
     """Whether the engine has opened the model."""
     has_tree: bool = True
@@ -75,7 +75,7 @@ class Experiment:
     measured: tuple[MeasuredRecipe, ...] = ()
     module_log: ModuleLog = field(default_factory=ModuleLog)
     baseline: MeasuredRecipe | None = None
-    """The measured recipe that the tree and the panes compare with."""
+    """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
     """Whether the last change of the recipe left the dtype of every tensor unchanged, so that the measurement stays valid."""
@@ -83,7 +83,7 @@ class Experiment:
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
     """The plan of the next tree and its totals by node, computed by `prepare`."""
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
-    """The latest reports that cover all current inputs, so that undo can show one at once."""
+    """The latest reports that cover all current inputs, so that an undo can show one at once."""
 
     def __post_init__(self) -> None:
         self._replan()
@@ -108,14 +108,14 @@ class Experiment:
         self.replace_tree(ready.tree)
 
     def set_inputs(self, summary: InputsSummary) -> None:
-        """Note that the model now runs on other inputs, and drop the results on the previous ones."""
+        """Record that the model now runs on other inputs, and drop the results on the previous ones."""
         self.model = replace(self.model, inputs=summary.description, inputs_summary=summary, no_forward=None)
         self.floor = None
         self._known.clear()
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Do the slow part of `replace_tree`. Called on the thread that reads the event, so that keys do not wait for it."""
+        """Do the slow part of `replace_tree`. Called on the thread that reads the event, so that this work does not delay keys."""
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
@@ -128,9 +128,9 @@ class Experiment:
     # -- the current recipe and settings -------------------------------------------------------------------------
 
     def refusal(self, rule: Rule) -> str | None:
-        """The sentence that refuses a rule which matches nothing in this model, or takes too long to match.
+        """Return a sentence that refuses a rule which matches nothing in this model, or takes too long to match.
 
-        None if the rule matches something, or if that is not known yet.
+        Returns None if the rule matches something, or if this is not known yet.
         """
         plan = make_plan(self.tree, self.recipe.then(rule))
         last = len(plan.recipe) - 1
@@ -144,7 +144,7 @@ class Experiment:
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one; False if it already is."""
+        """Make a recipe the current one. Returns False if it already is."""
         return self._changed(self.history.push(recipe))
 
     def undo(self) -> bool:
@@ -164,7 +164,7 @@ class Experiment:
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the current recipe. before: the previous plan of the same tree; the results stay if the new plan is the same."""
+        """Plan the current recipe. before: the previous plan of the same tree. If both plans are the same, the results are kept."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
@@ -178,7 +178,7 @@ class Experiment:
         self._recall()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with other settings, and drop the results of the previous ones."""
+        """Run candidates with other settings, and drop the results under the previous settings."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
@@ -189,21 +189,21 @@ class Experiment:
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:
-        """Show the latest report of the current recipe and settings, if there is one. The engine measures it again nevertheless."""
+        """Show the latest report of the current recipe and settings, if there is one, until the engine has measured them again."""
         if (known := self._known.get((self.recipe, self.settings))) is not None:
             self.results = replace(self.results, report=known, modules=measured_modules(known))
 
     # -- results of the engine -----------------------------------------------------------------------------------
 
     def is_stale(self, event: events.Event) -> bool:
-        """Whether an event belongs to another recipe or other settings than the current ones."""
+        """Return whether an event belongs to a recipe or settings that are not current."""
         if isinstance(event, events.Measured | events.OutputMeasured) and event.settings != self.settings:
             return True
         recipe = getattr(event, "recipe", None)
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def take(self, event: events.Event) -> None:
-        """Keep the results in an event of the engine, except those that only a window shows."""
+        """Store the results in an event of the engine, except results that only a window shows."""
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -224,7 +224,7 @@ class Experiment:
                 self._take_result(event)
 
     def _take_result(self, event: events.Event) -> None:
-        """Keep the results of the current recipe."""
+        """Store a result of the current recipe."""
         results = self.results
         match event:
             case events.CastDone():
@@ -271,7 +271,7 @@ class Experiment:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
-        """Make a measured recipe the baseline; if it already is, use no baseline from now on."""
+        """Make a measured recipe the baseline. If it already is the baseline, remove it."""
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
@@ -279,16 +279,16 @@ class Experiment:
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:
-        """The drift of the modules under the baseline recipe, by name; empty if there is none or it was not kept."""
+        """The drift of the modules under the baseline recipe, by name. Empty if there is no baseline or no stored drift for it."""
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, as the beginning of a sentence; "" if it does."""
+        """Why the scan does not apply to the current inputs and settings, as the beginning of a sentence, or "" if it does."""
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:
-        """The drift of the current recipe as predicted by the scan, such as `1.2e-03 nats per token`; "" if there is none.
+        """Return the current recipe's drift as predicted by the scan, such as `1.2e-03 nats per token`, or "" if unknown.
 
         The prediction is the sum of the scores of the recipe's weights.
         """

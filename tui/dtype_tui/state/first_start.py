@@ -1,4 +1,4 @@
-"""Detects the first start of the program by this user."""
+"""Detects that this user starts the program for the first time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def is_first_start() -> bool:
-    """Whether the state folder is missing or empty. Marks it, so that later calls return False. False if it can't be marked."""
+    """Return whether the state folder is missing or empty, and mark it, so that later calls return False.
+
+    Also returns False if the folder can't be marked.
+    """
     folder = state_folder()
     try:
         if folder.exists() and any(folder.iterdir()):

@@ -1,4 +1,4 @@
-"""The parameters that the app starts with."""
+"""The parameters with which the app starts."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Launch:
 
     title: str
     tree: Tree | None = None
-    """The tree of the headers read so far; None if nothing is known before the model is open."""
+    """The module tree from the headers that have been read, or None if the tree is unknown until the model is open."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     recipe: Recipe = field(default_factory=Recipe)
-    """The rules to apply, after those of `preset` and `saved`."""
+    """The rules to add after those of `preset` and `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
     """The session to resume."""
     saver: Callable[[], SessionSaver] | None = None
-    """Makes the saver of the session, after the first paint; None if the session is not saved."""
+    """Creates the saver of the session after the first paint. None if the session is not saved."""
     config: Config = field(default_factory=Config)
     is_demo: bool = False
     """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False
     offers_tour: bool = False
-    """Whether a panel says that there is a tour."""
+    """Whether a panel offers the tour."""

@@ -29,11 +29,11 @@ class MeasuredRecipe:
     extent: Extent
     """How much of the inputs the figures cover."""
     seconds: float | None = None
-    """Time of the candidate's passes over all inputs; None if they did not run in full."""
+    """Time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
     overflowed: int = 0
-    """How many weight values became infinite in the casts, counted only where that is more than rounding."""
+    """Number of weight values that became infinite, summed over the tensors in which casts lose more than rounding does."""
     vanished: int = 0
-    """How many weight values became zero in the casts, counted only where that is more than rounding."""
+    """Number of weight values that became zero, summed over the tensors in which casts lose more than rounding does."""
     pinned: bool = False
 
     @property
@@ -43,49 +43,50 @@ class MeasuredRecipe:
 
     @property
     def kl_error(self) -> float | None:
-        """One standard error, in nats, of the mean KL in `output` as an estimate for all inputs; None if unknown."""
+        """Standard error, in nats, of the mean KL in `output` as an estimate for all inputs, or None if unknown."""
         mean, error = self.output.kl_mean, self.extent.kl_error
         if self.extent.whole:
             return self.output.kl_mean_se
         return None if mean is None or error is None else abs(mean) * error
 
     def drift(self, distribution: bool) -> float | None:
-        """The figure by which recipes are plotted. distribution: mean KL in nats; otherwise the square of the relative L2 error.
+        """Return the drift by which recipes are plotted, or None if it is unknown or the output is not finite.
 
-        None if it is unknown, or if the output is not finite.
+        distribution: whether the output is a distribution: the drift is then the mean KL in nats, or else the squared relative L2
+        error.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
 
     @property
     def key(self) -> tuple[Recipe, RunSettings, str]:
-        """Equal for measurements of the same recipe with the same settings on the same inputs."""
+        """A key that is equal for measurements of the same recipe with the same settings on the same inputs."""
         return self.recipe, self.settings, self.inputs
 
 
 class ModuleLog:
-    """The drift of every module in the measurements of this run of the app. The oldest measurements are dropped first."""
+    """Stores the drift of every module for the measurements of this run of the app. The oldest measurements are dropped first."""
 
     MOST = 300_000
-    """The most modules to keep, summed over all measurements."""
+    """Maximum number of modules, summed over all measurements."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Recipe, RunSettings, str], Mapping[str, ModuleDrift]] = {}
 
     def keep(self, entry: MeasuredRecipe, modules: Iterable[ModuleDrift]) -> None:
-        """Keep the modules of a measurement, and drop the oldest measurements while there are more than `MOST` modules."""
+        """Store the modules of a measurement, and drop the oldest measurements while there are more than `MOST` modules."""
         self._kept.pop(entry.key, None)
         self._kept[entry.key] = {module.name: module for module in modules}
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self.MOST:
             del self._kept[next(iter(self._kept))]
 
     def of(self, entry: MeasuredRecipe) -> Mapping[str, ModuleDrift] | None:
-        """The drift of a measurement's modules, by name; None if it was not kept."""
+        """Return the drift of a measurement's modules by name, or None if it is not stored."""
         return self._kept.get(entry.key)
 
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
-    """The history's entry for a report."""
+    """Return the history's entry for a report."""
     lost = severe(report.lost)
     return MeasuredRecipe(
         recipe,
@@ -102,10 +103,10 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
-    """The history with a new measurement.
+    """Return the history with a new measurement.
 
     An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. The new entry
-    takes over its pin and, if the new one has no time, its time.
+    inherits the earlier entry's pin and, if it has no time itself, the earlier entry's time.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -118,7 +119,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """The recipes in the history that have no measurement with these settings over all of these inputs, without duplicates."""
+    """Return the distinct recipes in the history that were not measured with these settings over all of these inputs."""
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part
@@ -127,6 +128,6 @@ def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, in
 
 
 def toggle_pin(history: tuple[MeasuredRecipe, ...], index: int) -> tuple[MeasuredRecipe, ...]:
-    """The history with the pin of the measurement at an index set or removed."""
+    """Return the history with the pin of the measurement at an index set or removed."""
     toggled = dataclasses.replace(history[index], pinned=not history[index].pinned)
     return (*history[:index], toggled, *history[index + 1 :])

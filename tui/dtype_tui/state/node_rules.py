@@ -9,7 +9,7 @@ from dtype_engine.recipe import Plan, RuleEffect
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
-    """Canonical names of the tensors at or below a node, which may itself be a tensor."""
+    """Return the canonical names of the tensors at or below a node, which may itself be a tensor."""
     if node in tree.modules:
         return {tensor.name for tensor in tree.below(node)}
     found = tree.canonical(node)
@@ -17,7 +17,7 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """The rules that match tensors of a node: indices of those that match only these, and of those that match others too."""
+    """Return indices of the rules that match only tensors of this node, and indices of those that also match other tensors."""
     inside_node = tensor_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []
@@ -29,13 +29,13 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
-    """The effects on a node of the rules that match its tensors, the last rule first."""
+    """Return the effects on a node of the rules that match its tensors, the last rule first."""
     effects = plan.effects(tree, tensor_names(tree, node))
     return [effect for effect in effects if effect.tensors][::-1]
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Names of the topmost nodes of which every castable tensor is planned in another dtype than stored."""
+    """Return the names of the topmost nodes in which every castable tensor has another planned dtype than stored."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)
@@ -59,7 +59,7 @@ def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
 
 
 def not_kept_in_float32(tree: Tree, plan: Plan, index: int) -> Iterator[str]:
-    """Names of modules that the model declares to need float32 and that the rule at `index` casts to a narrower dtype."""
+    """Yield names of modules that the model declares to need float32 and that the rule at `index` casts to a narrower dtype."""
     for module in tree.modules.values():
         if module.keep_in_fp32 and any(
             plan.decided_by.get(tensor.name) == index

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
 
 PREVIEW_S = 0.5
-"""Seconds that matching a pattern may take while it is typed."""
+"""Maximum number of seconds for matching a pattern while it is typed."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """What a rule would match and change."""
+    """The tensors that a rule would match and cast, and the change in bytes."""
 
     modules: frozenset[str]
     """Names of the modules that the pattern matches."""
@@ -26,12 +26,12 @@ class Preview:
     """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
-    """Bytes of these tensors in their planned dtypes."""
+    """Bytes of the tensors to cast, in the dtypes that the current recipe plans."""
     bytes_after: int
     uncastable_count: int
-    """How many matching tensors are never cast."""
+    """Number of matching tensors that are never cast."""
     fused: str = ""
-    """What the rule does to weights that runtimes fuse with the matching ones, in a few words."""
+    """A few words on what the rule does to weights that runtimes fuse with the matching ones."""
 
 
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:

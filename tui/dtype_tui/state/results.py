@@ -20,9 +20,9 @@ class Losses:
     """The weight values that the casts lose."""
 
     values: tuple[ValueLoss, ...] | None = None
-    """One entry per weight that loses values; None while unknown."""
+    """One entry per weight that loses values, or None while these weights are unknown."""
     reason: str = ""
-    """Why they are unknown, unless the engine is about to find them."""
+    """Why `values` is unknown, or "" if the engine is about to find them."""
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
@@ -37,19 +37,21 @@ class Results:
     losses: Losses = Losses()
     report: DriftReport | None = None
     partial_drift: PartialDrift | None = None
-    """The output's drift so far, while there is no report."""
+    """The output's drift over the inputs that have been run, while there is no report."""
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
-    """By name, from the report or from the passes so far."""
+    """The drift of each module by name, from the report or, before it exists, from the finished passes."""
     loss_remedy: LossRemedy | None = None
     """Rules that keep the values which the casts lose."""
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     failure: str | None = None
-    """Why the run failed; None if it did not."""
+    """Why the run failed, or None if it did not."""
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
-        """The modules that drift most, those with non-finite outputs first; empty if no module drifts. count: None for all."""
+        """Return the modules that drift most, those with non-finite outputs first. count: maximum number of modules, if not
+        None.
+        """
         from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
         return worst_modules(self.modules.values())[:count]

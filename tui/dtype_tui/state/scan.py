@@ -1,4 +1,4 @@
-"""The app's state of a scan: the estimates so far, the dtype that is shown, and measurements next to their predictions."""
+"""The app's state of a scan: the current estimates, the dtype that is shown, and measurements next to their predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""The heat bar spans this many powers of ten below the score of the whole model."""
+"""The number of powers of ten, below the whole model's score, that the heat bar spans."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +44,21 @@ class ScanState:
 
     report: ScanReport | None = None
     requested: tuple[str, ...] = ()
-    """The dtypes of the scan; empty if none was requested."""
+    """The dtypes of the scan. Empty if no scan was requested."""
     running: bool = False
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """Whether the engine ended before the scan was finished. The next engine resumes from the sequences that are saved."""
+    """Whether the engine ended before the scan was finished. The next engine resumes from the saved sequences."""
     dtype: str = ""
     """The dtype whose scores are shown."""
     measured: list[Point] = field(default_factory=list)
     version: int = 0
-    """Grows with every change that a screen may show."""
+    """A number that grows with every change that a screen may show."""
     nodes: dict[str, float] = field(default_factory=dict)
-    """Scores in the dtype shown, by node."""
+    """Scores by node, in the dtype shown."""
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """By (weight, dtype)."""
+    """Scores by (weight, dtype)."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 
     def set_report(self, tree: Tree, report: ScanReport, finished: bool) -> None:
@@ -77,24 +77,24 @@ class ScanState:
 
     @property
     def progress_words(self) -> str:
-        """The progress of an unfinished scan, such as `from a stopped scan (24 %)`; "" if there is none."""
+        """The progress of an unfinished scan, such as `from a stopped scan (24 %)`, or "" if there is no unfinished scan."""
         if self.report is None or self.finished:
             return ""
         share = percent(self.report.sequences / self.report.all_sequences) if self.report.all_sequences else "0"
         return f"from a running scan ({share} %)" if self.running else f"from a stopped scan ({share} %)"
 
     def clear(self) -> None:
-        """Drop the scan, before one of other dtypes or inputs."""
+        """Drop the scan, before a scan of other dtypes or inputs."""
         self.report, self.requested, self.nodes, self.scores, self.lost = None, (), {}, {}, False
         self.measured.clear()
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """Note that a scan in these dtypes, or its continuation, was requested."""
+        """Record that a scan in these dtypes, or its continuation, was requested."""
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Note that the engine has ended. The estimates stay. Returns whether an unfinished scan was lost by this."""
+        """Record that the engine has ended, and return whether this interrupted an unfinished scan. The estimates are kept."""
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
         self.lost = self.lost or news
@@ -102,7 +102,7 @@ class ScanState:
         return news
 
     def stopped(self) -> None:
-        """Note that the engine has stopped scanning."""
+        """Record that the engine has stopped scanning."""
         self.running = self.paused = False
         self.version += 1
 
@@ -114,7 +114,7 @@ class ScanState:
         return SearchConstraints()
 
     def prediction(self, tree: Tree, plan: Plan) -> Prediction | None:
-        """The predicted drift of a plan; None without a scan, or if the plan has dtypes that were not scanned."""
+        """Return the predicted drift of a plan, or None if there is no scan or the plan has dtypes that were not scanned."""
         if self.report is None:
             return None
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
@@ -128,7 +128,7 @@ class ScanState:
         return self._predicted[2]
 
     def predicted(self, tree: Tree, plan: Plan) -> str:
-        """The prediction in words, such as `1.2e-03 nats per token`; "" if there is none, or the recipe has no rules."""
+        """Return the prediction in words, such as `1.2e-03 nats per token`, or "" if there is none or the recipe has no rules."""
         prediction = self.prediction(tree, plan)
         if prediction is None or not plan.recipe.rules:
             return ""
@@ -136,7 +136,7 @@ class ScanState:
         return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
-        """Why the scan does not apply to these inputs and settings, as the beginning of a sentence; "" if it does."""
+        """Return why the scan does not apply to these inputs and settings, as the beginning of a sentence, or "" if it applies."""
         report = self.report
         if report is not None and report.inputs != inputs:
             return "the inputs differ from those of the scan"
@@ -146,13 +146,13 @@ class ScanState:
         return ""
 
     def front(self, tree: Tree) -> ParetoFront:
-        """The Pareto front within the limits. Raises UserError if no plan meets them."""
+        """Return the Pareto front within the limits. Raises UserError if no plan meets them."""
         from dtype_engine.search.pareto import make_front
 
         return make_front(tree, self.scores, self.limits.constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
-        """Keep a measurement together with its prediction, if there is one."""
+        """Store a measurement together with its prediction, if there is one."""
         from dtype_engine.search.sensitivity import scalar_drift
 
         predicted = self.prediction(tree, plan)
@@ -163,7 +163,9 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """(score as text, bar, heat as defined by `heat`) of a node in the dtype shown; empty texts if it has no score."""
+        """Return (score as text, bar, heat as defined by `heat`) of a node in the dtype shown. Both texts are "" without a
+        score.
+        """
         score = self.nodes.get(node)
         if score is None:
             return "", "", 0.0
@@ -171,7 +173,7 @@ class ScanState:
         return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
 
     def heat(self, score: float) -> float:
-        """The score relative to the whole model's, on a logarithmic scale: 0 for a 1,000th or less, 1 for all of it."""
+        """Return a score relative to the whole model's, on a logarithmic scale: 0 for a 1,000th of it or less, 1 for all of it."""
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):
@@ -191,5 +193,5 @@ class ScanState:
 
 
 def figure(value: float) -> str:
-    """A score as text of at most eight cells."""
+    """Return a score as text of at most eight cells."""
     return "inf" if math.isinf(value) else "0" if value == 0 else f"{value:.1e}"

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 _REST_S = 1.0
-"""The least number of seconds between two saves in which only the cursor has moved."""
+"""Minimum number of seconds between two saves if only the cursor has moved."""
 _CLOSE_WAIT_S = 3.0
-"""Seconds that the app waits for the last save when it ends."""
+"""Maximum number of seconds for which the app waits at its end for the last save."""
 
 
 class SessionSaver:
@@ -40,7 +40,7 @@ class SessionSaver:
         self.say: Callable[[str], None] = lambda trouble: None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
-        """Save the current state if it has changed. Called several times a second; cheap if nothing has changed."""
+        """Save the current state if it has changed. Called several times a second, and cheap if nothing has changed."""
         recipes, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(

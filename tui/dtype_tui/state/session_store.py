@@ -1,4 +1,4 @@
-"""Sessions on disk, so that a lost connection loses no work; also lists the recently opened models.
+"""Stores sessions on disk, so that a lost connection loses no work. Also lists the recently opened models.
 
 Each run of the app has one JSON file in the user's state folder (`$XDG_STATE_HOME/dtype-tui/sessions`), which only the user can
 read. Options that allow a model to run code are not saved: the user has to give them each time.
@@ -38,9 +38,9 @@ from dtype_tui.state.measurement_log import MeasuredRecipe
 VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
-"""The most recipes saved on either side of the current one, which undo and redo can reach in a resumed session."""
+"""Maximum number of recipes saved before the current one, and after it. Undo and redo can reach these in a resumed session."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
-"""Options that allow code to be run or downloaded. A file must not give this permission in the user's place."""
+"""Options that allow code to be run or downloaded. Sessions do not save them: a file must not give this permission."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
@@ -51,7 +51,7 @@ class SavedSession:
     """The last state of a session."""
 
     model: str | None
-    """What opens the model from any folder; None for the demo."""
+    """A reference that opens the model from any folder, or None for the demo."""
     title: str
     path: Path | None = None
     """The model's files, if it has files on this machine."""
@@ -66,7 +66,7 @@ class SavedSession:
     """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
-    """The dtypes of the last scan, finished or not; empty if there was none."""
+    """The dtypes of the last scan, finished or not. Empty if there was no scan."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
     """Whether only this user can have written the file. If not, the session must not name Python code to run."""
@@ -78,7 +78,7 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The measurements, if none of the model's files was written after the session; empty if that can't be determined."""
+        """The measurements, or an empty tuple if a file of the model was written after the session or this can't be determined."""
         if self.path is None:
             return ()
         try:
@@ -90,7 +90,7 @@ class SavedSession:
 
 
 def recent_models() -> tuple[SavedSession, ...]:
-    """The last session of each model, the newest first. Unreadable files are skipped."""
+    """Return the last session of each model, the newest first. Unreadable files are skipped."""
     models: dict[str | None, SavedSession] = {}
     for saved in _readable():
         if saved.own or not is_python(saved.model):
@@ -99,7 +99,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """The session that was saved last, of any model or only of `model`, as on the command line.
+    """Return the session that was saved last. model: if given, as on the command line, only sessions of this model count.
 
     Raises UserError if there is none, or if the newest of all can't be read.
     """
@@ -120,7 +120,7 @@ def sessions_folder() -> Path:
 
 
 def canonical_model_ref(model: str | None) -> str | None:
-    """The reference that opens a model of the command line from any folder: paths become absolute, the demo None."""
+    """Return a reference that opens the model from any folder. Paths become absolute, and the demo becomes None."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
     if is_address(model):
@@ -145,7 +145,7 @@ class SessionFile:
         self._pruned = False
 
     def save(self, session: SavedSession) -> None:
-        """Write the session. Raises UserError if that fails."""
+        """Write the session. Raises UserError if this fails."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
@@ -159,7 +159,7 @@ class SessionFile:
 
 
 def prune() -> None:
-    """Delete the oldest sessions, and partial files more than a day old, whose writer was killed."""
+    """Delete the oldest sessions, and partial files more than a day old, which killed processes have left."""
     for path in _files()[MOST_KEPT:]:
         path.unlink(missing_ok=True)
     yesterday = datetime.now(UTC).timestamp() - 86400
@@ -172,7 +172,7 @@ def prune() -> None:
 
 
 def read_session(path: Path) -> SavedSession:
-    """Read a session. Raises UserError, which names the file and what is wrong with it."""
+    """Read a session. Raises UserError, which names the file and the problem."""
     try:
         own = is_own(path)
         data: Any = json.loads(read_regular(path, _LARGEST))
@@ -199,7 +199,7 @@ def read_session(path: Path) -> SavedSession:
 
 
 def is_own(path: Path) -> bool:
-    """Whether only this user can have written a file.
+    """Return whether only this user can have written a file.
 
     It must be a regular file of the user that no one else may read or write, in a folder of the user that no one else may write to.
     """
@@ -213,7 +213,7 @@ def is_own(path: Path) -> bool:
 
 
 def _files() -> list[Path]:
-    """All session files, the latest first."""
+    """Return all session files, the latest first."""
     return sorted(sessions_folder().glob("*.json"), key=_written, reverse=True)
 
 
@@ -233,7 +233,7 @@ def _readable() -> Iterator[SavedSession]:
 
 
 class _Measurement(msgspec.Struct, kw_only=True):
-    """A `MeasuredRecipe` in the file; the rules of its recipe are text."""
+    """A `MeasuredRecipe` in the file. The rules of its recipe are text."""
 
     rules: list[str]
     settings: RunSettings

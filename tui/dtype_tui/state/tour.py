@@ -14,24 +14,24 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour. It waits for the user's action, and then, if `until` says so, for the engine."""
+    """A step of the tour. It waits for the user's action, and then, if it has `until`, for the engine."""
 
     words: str
-    """What to press and why. `{undo}` is replaced by the key of the action `undo`."""
+    """A text that says what to press and why. `{undo}` is replaced by the key of the action `undo`."""
     actions: tuple[str, ...] = ()
-    """The user has acted after one of these. If empty: after closing `window`."""
+    """The actions that this step waits for, any one of which is enough. If empty, the step waits until `window` is closed."""
     window: str = ""
     """The window in which the step takes place. While it is not open, the tour goes back to the step that opens it."""
     opens: str = ""
     """The window that the action has to open."""
     done: Condition = lambda experiment: True
-    """What must hold right after the action for it to count."""
+    """A condition that must hold right after the action for the action to count."""
     until: Condition = lambda experiment: True
-    """What must hold before the next step."""
+    """A condition that must hold before the next step."""
     meanwhile: str = ""
-    """The words to show between the action and the next step."""
+    """The text to show between the action and the next step."""
     unless: Condition = lambda experiment: False
-    """The step is skipped if this holds."""
+    """A condition under which the step is skipped."""
 
 
 def _is_cast(experiment: Experiment) -> bool:
@@ -145,7 +145,7 @@ class Tour:
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
 
     def acted(self, action: str, window: str) -> None:
-        """Note an action of the user, whether by key, command or click. window: the window that is open now; "" for none."""
+        """Record an action of the user, whether by key, command or click. window: the open window, or "" if none is open."""
         step = STEPS[self.index]
         if name_of(action) in step.actions and window == (step.opens or window) and step.done(self._experiment):
             self._acted = True

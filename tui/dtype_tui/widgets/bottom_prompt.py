@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class BottomPrompt(Vertical):
-    """An input line with a hint below it, which says what the text would do. Hidden until it is opened; only one prompt is open.
+    """An input line with a hint below it, which says what the text would do. It is hidden until opened. Only one prompt is open.
 
     A subclass implements `typed` and `entered`.
     """
@@ -34,7 +34,7 @@ class BottomPrompt(Vertical):
 
     @dataclass
     class Previewed(Message):
-        """Posted when the text has changed. preview: of the rule in the line; None if the text is not a rule."""
+        """Posted when the text has changed. preview: of the rule in the line, or None if the text is not a rule."""
 
         preview: Preview | None
 
@@ -50,11 +50,11 @@ class BottomPrompt(Vertical):
         yield Static(id=f"{self.id}-hint", markup=False)
 
     def typed(self, line: str) -> None:
-        """Called with the text after each change of it."""
+        """Handle the text after each change of it."""
         raise NotImplementedError
 
     def entered(self, line: str) -> Awaitable[None] | None:
-        """Called with the text when Enter is pressed."""
+        """Handle the text when Enter is pressed."""
         raise NotImplementedError
 
     @property

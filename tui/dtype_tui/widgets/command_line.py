@@ -22,7 +22,7 @@ class CommandLine(BottomPrompt):
     """A line for commands, which is checked while the user types. For `cast`, the tree highlights what the pattern matches."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("tab", "complete(1)", "Complete; again: the next completion", priority=True, show=False),
+        Binding("tab", "complete(1)", "Complete, or go to the next completion", priority=True, show=False),
         Binding("shift+tab", "complete(-1)", "The previous completion", priority=True, show=False),
         Binding("up", "earlier(-1)", "The previous line of the history", priority=True, show=False),
         Binding("down", "earlier(1)", "The next line of the history", priority=True, show=False),
@@ -42,7 +42,7 @@ class CommandLine(BottomPrompt):
         self._history_index = 0
         self._completions: list[str] = []
         self._completion = -1
-        """Index of the completion that is in the line; -1 if there is none."""
+        """Index of the completion that is in the line, or -1 if there is none."""
         self._completing = False
         """Whether the program, not the user, is changing the text."""
 

@@ -1,4 +1,4 @@
-"""An input line that calls back at once."""
+"""An input line that calls its callbacks immediately."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line that is not blank, and notify the user if others are left out."""
+        """Insert the first line that is not blank, and notify the user if other lines are left out."""
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]
@@ -57,6 +57,6 @@ class LineInput(Input):
             )
 
     def put(self, text: str) -> None:
-        """Replace the text; the cursor goes to its end."""
+        """Replace the text, and move the cursor to its end."""
         self.value = text
         self.cursor_position = len(text)

@@ -15,7 +15,7 @@ _LEAST_LINES, _MOST_LINES = 2, 8
 
 
 class MessageLine(Static):
-    """Shows a message; hidden if there is none.
+    """Shows a message. It is hidden if there is none.
 
     In a window it has separate lines at the bottom; on the main screen it covers the end of the panes, but neither the keys nor the
     cursor. in_place: for the main screen. The widget always keeps its place in the layout, so that nothing else is redrawn when it
@@ -36,7 +36,7 @@ class MessageLine(Static):
             self.display = False
 
     def show(self, said: Notification | None) -> None:
-        """Show a message, truncated if it is too long; None hides the widget."""
+        """Show a message, truncated if it is too long. None hides the widget."""
         if said is not None:
             words = _MARKS.get(said.severity, "") + said.message
             if self._in_place and isinstance(self.parent, Widget):

@@ -1,7 +1,7 @@
 """The module tree: one line per node, with its dtype, parameters, bytes and drift.
 
-It uses Textual's line API rather than its `Tree`: only visible rows are drawn, a cursor move repaints two lines, and the rows of
-children are made when their node opens. So 90,000 tensors are as fast as 90.
+The tree uses Textual's line API rather than its `Tree`: only visible rows are drawn, a cursor move repaints two lines, and the rows
+of children are created when their node opens. So 90,000 tensors are as fast as 90.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.preview import Preview
 
 MOST_OPENED = 20_000
-"""The most modules that one key opens."""
+"""Maximum number of modules that one key opens."""
 
 
 class ModuleTree(ScrollView, can_focus=True):
@@ -84,7 +84,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @dataclass
     class Moved(Message):
-        """Posted when the cursor has moved. name: of the node that it is on."""
+        """Posted when the cursor has moved. name: of the node under the cursor."""
 
         name: str
 
@@ -106,7 +106,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- what is visible -----------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Rebuild the rows; the cursor stays on its node, or goes to the nearest ancestor that is still shown."""
+        """Rebuild the rows. The cursor stays on its node, or goes to the nearest ancestor that is still shown."""
         name = self.rows[self.cursor].name if self.rows else ""
         if self.filter_text:
             self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
@@ -121,24 +121,24 @@ class ModuleTree(ScrollView, can_focus=True):
         self._show_cursor()
 
     def sort_by(self, order: str) -> None:
-        """Sort children by one of `ORDERS`; the cursor stays on its node."""
+        """Sort children by one of `ORDERS`. The cursor stays on its node."""
         self.order = order
         self.rebuild()
 
     def hide(self, columns: frozenset[str]) -> None:
-        """Hide these of `COLUMNS`, and show the others."""
+        """Hide these of `COLUMNS`, and show all other columns."""
         self.hidden = columns
         self.refresh()
 
     def set_filter(self, text: str) -> None:
-        """Show only nodes whose name contains `text` or matches it as a glob; an empty text shows all."""
+        """Show only nodes whose name contains `text` or matches it as a glob. An empty text shows all nodes."""
         self.filter_text = text.strip()
         self.matches = matching(self.experiment.tree, self.filter_text)
         self._match_set = frozenset(self.matches)
         self.rebuild()
 
     def next_match(self, step: int) -> bool:
-        """Go to the next or previous match; False when there is none."""
+        """Go to the next or previous match. Returns False if there is none."""
         indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set]
         if not indices:
             return False
@@ -147,7 +147,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match; None removes the highlight."""
+        """Highlight the nodes that a rule would match. None removes the highlight."""
         self.preview = preview
         self.refresh_changed()
 
@@ -177,7 +177,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.post_message(self.Moved(self.current.name))
 
     def go_to(self, name: str) -> bool:
-        """Put the cursor on the node of this name, and open the nodes above it. False if there is no such node."""
+        """Put the cursor on the node with this name, and open the nodes above it. Returns False if there is no such node."""
         if name not in self.experiment.tree.modules and self.experiment.tree.canonical(name) is None:
             return False
         self._opened.update(ancestors(name))
@@ -329,7 +329,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return strip
 
     def _base(self) -> Style:
-        """The style of the tree: the theme's colours. In the default theme the terminal's, which saves 40 % of a page's bytes."""
+        """Return the tree's style: the theme's colours, or the terminal's in the default theme, which saves 40 % of the bytes."""
         if self.app.theme in IN_THE_TERMINALS_COLOURS:
             return PLAIN
         colours = self.rich_style

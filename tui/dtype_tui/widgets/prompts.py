@@ -27,7 +27,7 @@ _PREVIEW_AFTER_S = 0.04
 class CastPrompt(BottomPrompt):
     """The prompt for a rule `PATTERN=DTYPE`, which starts with the node under the cursor.
 
-    While the user types, the hint says what the rule would match, and the tree highlights it.
+    While the user types, the hint says what the rule would match, and the tree highlights these nodes.
     """
 
     HELP = (
@@ -91,7 +91,7 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Complete the format's name after `=`, or go to the next completion; False if there is nothing to complete."""
+        """Complete the format's name after `=`, or go to the next completion. Returns False if there is nothing to complete."""
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)
@@ -150,7 +150,7 @@ def _is_target(text: str) -> bool:
 
 
 def preview_words(preview: Preview) -> str:
-    """A preview in words: `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
+    """Describe a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
         if preview.uncastable_count:
             return f"casts nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"

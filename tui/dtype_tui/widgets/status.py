@@ -20,7 +20,7 @@ ALWAYS = "? help  q quit"
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool, width: int) -> str:
-    """Keys and their meaning for the current state, the most likely first: as many as fit into `width` cells.
+    """Return keys and their meaning for the current state, the most likely first: as many as fit into `width` cells.
 
     The keys for help and quitting are always included. filtered: whether the tree is filtered. ended: whether there is no engine.
     """
@@ -52,10 +52,10 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
 def status_line(
     experiment: Experiment, doing: tuple[str, float | None, str], working: Activity, idle: str, width: int
 ) -> Text:
-    """The status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
+    """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
 
-    At the right: the model, its class and its device, as far as they fit. doing: see `EngineLife.current_activity`. idle: the words
-    while the engine is idle.
+    The right end shows the model, its class and its device, as far as they fit. doing: see `EngineLife.current_activity`. idle: the
+    words while the engine is idle.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
@@ -86,9 +86,9 @@ def status_line(
 
 
 def _so_far(partial: PartialDrift, width: int, title: str) -> str:
-    """The drift so far: `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`, with room for the model's title within `width` cells.
+    """Return the drift of a running measurement, such as `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`.
 
-    With too little room the figure is left out, which the Drift pane also shows, and then the room for the title.
+    Returns only the number of sequences if the whole text does not leave room for `title` in `width` cells.
     """
     whole = partial_text(partial)
     extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole

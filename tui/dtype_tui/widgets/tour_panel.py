@@ -17,7 +17,7 @@ class TourPanel(Static):
         super().__init__(markup=False)
 
     def show(self, heading: str, words: str) -> None:
-        """Show this if it has changed. Every redraw costs bytes on a slow connection."""
+        """Show a heading and words if they have changed. Every redraw costs bytes on a slow connection."""
         if self.border_title != heading:
             self.border_title = heading
         if self.content != words:

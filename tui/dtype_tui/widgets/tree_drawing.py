@@ -29,18 +29,18 @@ DIM = Style(dim=True)
 BRIGHT = Style(dim=False)
 CURSOR = Style(reverse=True)
 CURSOR_AWAY = Style(underline=True)
-"""The cursor's line while the tree does not have the focus."""
+"""Style of the cursor's line while the tree does not have the focus."""
 _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""Used in place of a dtype for the piece of a cell that says that values are lost."""
+"""Used instead of a dtype in a (text, dtype) piece of a cell that reports lost values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Widths in cells; 0 leaves a column out."""
+    """Widths of the columns in cells. A width of 0 leaves the column out."""
 
     name: int
     dtype: int
@@ -54,10 +54,10 @@ class Columns:
 def columns_for(
     width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False, compares: bool = False
 ) -> Columns:
-    """Column widths for a line of `width` cells. In a narrow line, dtypes are shortened, and parameters and drift left out.
+    """Return column widths for a line of `width` cells. If it is narrow, dtypes are shortened, and parameters and drift left out.
 
-    hidden: columns to leave out in any case. scanned: with a column of the scan's scores. compares: with a column for the drift
-    of the baseline and the difference from it.
+    hidden: columns to leave out in any case. scanned: whether to add a column for the scan's scores. compares: whether to add a
+    column for the baseline's drift and the difference from it.
     """
     scan = 13 if scanned and width >= 50 else 0
     compared = 15 if compares and width - scan >= 60 and "drift" not in hidden else 0
@@ -75,9 +75,9 @@ class RowState:
 
     under_cursor: bool
     lit: bool
-    """Whether a preview highlights it."""
+    """Whether a preview highlights the row."""
     match: bool
-    """Whether its name matches the filter."""
+    """Whether the row's name matches the filter."""
     opened: bool
 
 
@@ -99,7 +99,7 @@ def heading(columns: Columns, scan: str = "") -> Strip:
 
 
 def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowState) -> list[Segment]:
-    """The styled text of a row, cell by cell."""
+    """Return the styled text of a row, cell by cell."""
     twist, label, about = _name(experiment, row, columns.name, state)
     indent = "  " * row.depth
     marker = "•" if state.lit else "❯" if state.under_cursor else " "
@@ -143,9 +143,9 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
-    """(mark of an open or closed node, name, text after the name), within `width` cells.
+    """Return (mark of an open or closed node, name, text after the name), within `width` cells.
 
-    The text after the name is the class or the shape, and the tensor that the node is tied to.
+    The text after the name is the class or the shape, and the tensor to which the node is tied.
     """
     width -= 2 * row.depth + 4
     if row.tensor is None:
@@ -168,7 +168,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """The dtype column: the mix of a module, or the cast of a tensor such as `f32→bf16`; then the layers that share its scale."""
+    """Return the dtype column: a module's mix or a tensor's cast, such as `f32→bf16`, then the layers that share its scale."""
     pieces: list[tuple[str, str]]
     weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
     shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""
@@ -204,7 +204,7 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """The drift of a row's module, or of the model's output for the root; None for a tensor."""
+    """Return the drift of a row's module, or the model's output's drift for the root. Returns None for a tensor."""
     if row.tensor is None and not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
     return experiment.results.modules.get(row.name) if row.tensor is None else None
@@ -217,7 +217,7 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """The module's SQNR under the baseline recipe, and the change of the SQNR from there to the current recipe."""
+    """Return the module's SQNR under the baseline recipe, and the change from this SQNR to the current recipe's."""
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)
@@ -241,7 +241,7 @@ def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
 
 
 def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """The node's score in the dtype that the scan shows, with its heat bar."""
+    """Return the node's score in the dtype that the scan shows, with its heat bar."""
     number, drawn, heat = experiment.scan.cell(row.name)
     colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
     return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))

@@ -1,4 +1,4 @@
-"""The rows of the module tree and their order: the rows of open nodes, or those that match a filter."""
+"""The rows of the module tree and their order: the rows of open nodes, or the rows that match a filter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 ORDERS = ("model", "bytes", "drift")
 """Orders of a node's children: the model's order, by bytes with the largest first, by drift with the worst first."""
 MOST_MATCHES = 1000
-"""The most matches of a filter that are shown. A user does not walk through more, and they are computed after every key."""
+"""Maximum number of a filter's matches that are shown. Users do not step through more, and matches are computed after every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Row:
 
     name: str
     depth: int
-    """How many nodes are above it."""
+    """Number of nodes above the row's node."""
     module: Module
     """The module itself, or the module that holds `tensor`."""
     tensor: TensorInfo | None = None
@@ -43,7 +43,7 @@ class Row:
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Names of the nodes that are open at the start: from the root to the first node with several children, and one level more."""
+    """Return names of the nodes that are open at the start: the root to the first node with several children, plus one level."""
     node = tree.root
     opened = {""}
     while len(node.children) == 1 and not node.tensors:
@@ -55,7 +55,7 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]:
-    """The rows of all nodes whose ancestors are open. order: one of `ORDERS`."""
+    """Return the rows of all nodes whose ancestors are open. order: one of `ORDERS`."""
     rows: list[Row] = []
     stack: list[tuple[Module, int]] = [(experiment.tree.root, 0)]
     while stack:
@@ -68,7 +68,7 @@ def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]
 
 
 def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
-    """The rows of the matching nodes and of their ancestors."""
+    """Return the rows of the matching nodes and of their ancestors."""
     shown: set[str] = {""}
     for name in matches:
         while name not in shown:
@@ -85,7 +85,7 @@ def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
 
 
 def matching(tree: Tree, text: str) -> list[str]:
-    """The names that contain `text` or match it as a glob, ignoring case; none for an empty text."""
+    """Return the names that contain `text` or match it as a glob, ignoring case. An empty text matches none."""
     if not text:
         return []
     wanted = text.lower()
@@ -106,7 +106,7 @@ def _ordered(experiment: Experiment, node: Module, order: str) -> list[Module]:
 
 
 def _drift_key(drift: ModuleDrift | None) -> tuple[float, float]:
-    """The sort key that puts the worst modules first and modules without a measurement last."""
+    """Return a sort key that puts the worst modules first and modules without a measurement last."""
     if drift is None or drift.sqnr_db is None:
         return (0.0, math.inf)
     return (-float(drift.nonfinite), drift.sqnr_db)

@@ -1,4 +1,4 @@
-"""The check of a checkpoint: what is wrong with its tensors, by headers and scales alone."""
+"""Checks a checkpoint for missing, misshapen and damaged tensors. By default it reads only the headers and the scales."""
 
 from dtype_engine.checkpoint.check.check import Progress, architecture_findings, check
 

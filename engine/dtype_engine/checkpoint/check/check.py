@@ -1,4 +1,4 @@
-"""The check of a checkpoint as a whole. Headers and scales are read, and values only on request; torch is not imported."""
+"""Checks a checkpoint as a whole: its headers and scales and, on request, all values. torch is not imported."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being read, the part done and the whole."""
+"""A function that is called with what is being read ("scales" or "values"), the amount read and the total amount."""
 _SCALE_PARTS = ("_scale_2", "_global_scale", "_weight_per_tensor_scale", ".nested_absmax")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -52,10 +52,10 @@ def check(
     values: bool = False,
     progress: Progress = _ignore,
 ) -> CheckReport:
-    """Look for what is wrong with a checkpoint.
+    """Check a checkpoint for errors, and return a report of the findings.
 
-    against: what it was made from, whose tensors it should have. values: also read the values of all tensors. Raises UserError for
-    a file that can't be read.
+    against: the checkpoint from which this one was made, whose tensors it should have. values: also read the values of all tensors.
+    Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
     tensors, config = checkpoint.foreign, checkpoint.config or {}
@@ -95,7 +95,7 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """What the files lack of an architecture, and have beside it."""
+    """Return a finding for each tensor that only the architecture has, and for each that only the checkpoint's files have."""
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
     unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
     return (*missing, *unused)
@@ -135,7 +135,7 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """How many tensors of scales were read, and those among them that can't be right."""
+    """Return the number of scale tensors that were read, and a finding for each of these tensors that holds invalid scales."""
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
     for weight in weights:
@@ -169,9 +169,9 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
 
 
 def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Fused siblings in several formats, at least one of them quantised, and those with several scales of the tensor.
+    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ.
 
-    broken: modules of which something is reported already, and whose siblings differ for that reason.
+    broken: modules with an earlier finding, which already explains such a difference. They are skipped.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -206,7 +206,7 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
 
 
 def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether the declared dtype is that of any weight, and whether float32 islands are stored so."""
+    """Yield findings for a declared dtype that no weight has, and for 16-bit tensors that the architecture keeps in float32."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
     stored = Counter(tensor.dtype for tensor in plain.values())
@@ -238,7 +238,10 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """How many tensors were read, and those with values that are not finite, or, among `weights`, with one value only."""
+    """Return the number of tensors that were read, and a finding for each that holds NaN or infinity, or is constant.
+
+    weights: names of the weights. Only a weight is reported for being constant.
+    """
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
     findings = []
 
@@ -263,7 +266,7 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
 def _against(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """The tensors of the source that this checkpoint lacks, has in another shape, or has beside them."""
+    """Yield findings for tensors that only this checkpoint or only the source has, and for tensors whose shapes differ."""
     of_weights = {_weight_name(weight) for weight in weights} | checkpoint.quantized.keys()
     source = {_weight_name(weight) for weight in packed_weights(against.foreign)}
     theirs = names_of_parts(packed_weights(against.foreign), against.foreign)
@@ -290,6 +293,6 @@ def _against(
 
 
 def _weight_name(weight: PackedWeight) -> str:
-    """The name that the plain weight has: `x.weight` of `x.weight` and `x.weight_packed`, of `x.qweight` and `x.weight._data`."""
+    """Return a quantised weight's name before quantization, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
     stem = weight.stem.removesuffix(".")
     return stem if not weight.stem.endswith(".") else f"{stem}.weight"

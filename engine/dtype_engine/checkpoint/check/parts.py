@@ -1,4 +1,4 @@
-"""Whether the parts of quantised weights are all there, belong to codes, and have the shapes that their blocks ask for."""
+"""Checks that quantised weights have all their parts, and that the shapes of the parts match the shape of the codes."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _ORPHANS = {
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
     "weight._scale": "weight._data", ".scale_weight": ".weight",
 }  # fmt: skip
-"""How the names of parts end that no plain tensor has, and what stands in that place in the name of the codes."""
+"""Suffixes that only names of parts have, each with the suffix that the name of the codes has instead."""
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Codes without scales or without another part that they need, and scales without codes.
+    """Yield findings for codes that lack their scales or another required part, and for scales that lack their codes.
 
-    weights: those whose codes and scales are both there. parts: the names of all their parts.
+    weights: all weights with codes and scales. parts: the names of all parts of these weights.
     """
     for weight in weights:
         for suffix in _needed(weight, tensors):
@@ -83,7 +83,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
-    """The suffixes of the parts that a weight needs beside codes and scales."""
+    """Return the suffixes of the parts that a weight needs in addition to its codes and scales."""
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     nvfp4 = codes.dtype == "uint8" and scale.dtype == "float8_e4m3fn"
     if weight.layout is COMPRESSED:
@@ -98,7 +98,7 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """The layout of codes whose name says what they are."""
+    """Return the layout of a tensor whose name alone shows that it holds codes, or None for any other tensor."""
     return next(
         (
             layout
@@ -110,7 +110,7 @@ def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Parts whose shapes do not fit their codes."""
+    """Yield findings for parts whose shapes do not match the shape of their codes."""
     for weight in weights:
         codes, scale = tensors[weight.codes], tensors[weight.scale]
         expected = _scale_shapes(weight, codes.shape, scale.shape, tensors, config)
@@ -126,7 +126,7 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """The rows and columns of a block by `quantization_config`; 128 x 128, as everybody has them, where it does not say."""
+    """Return the rows and columns of a block as `quantization_config` declares them. The default is the usual 128 x 128."""
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     found = declared.get("weight_block_size")
@@ -143,7 +143,7 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
-    """The shapes that the scales of a weight may have; () where the layout leaves that open."""
+    """Return all shapes that the scales of a weight may have, or () if the layout does not determine them."""
     if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
         return ()  # these are in the order of the tensor cores, and padded
     layout, held, block = weight.layout, tensors[weight.codes].dtype, _declared_block(config)
@@ -188,7 +188,7 @@ def _scale_shapes(
 
 
 def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """The shape that the scales of GPTQ, whose codes are packed along the inputs, or of AWQ, along the outputs, have."""
+    """Return the shape of the scales in GPTQ, which packs codes along the inputs, or in AWQ, which packs them along the outputs."""
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     bits, size = declared.get("bits"), declared.get("group_size")
@@ -201,7 +201,7 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """The further parts of a weight whose shapes are known, by their suffixes."""
+    """Yield the suffix and the expected shape of each part of a weight other than its codes and scales, if the shape is known."""
     if weight.layout is MLX:
         yield "biases", scale
         yield "qbiases", scale

@@ -1,4 +1,4 @@
-"""What the bytes of tensors hold, read in pieces: scales that can't be right, values that are not finite, constants, equality."""
+"""Reads the bytes of tensors in pieces. Counts invalid scales and non-finite values, and finds constant and equal tensors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     Codes = numpy.ndarray[Any, numpy.dtype[Any]]
 
 _PIECE = 16 << 20
-"""Bytes that are held of a tensor at a time."""
+"""Maximum number of a tensor's bytes that are held in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleCounts:
-    """How many scales of a tensor can't be right."""
+    """Numbers of invalid scales in a tensor."""
 
     nan: int = 0
     infinite: int = 0
@@ -29,14 +29,14 @@ class ScaleCounts:
     negative: int = 0
 
     def text(self, elements: int) -> str:
-        """`holds 128 scales, of which 3 are NaN and 1 is zero`; "" where all are right."""
+        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all counts are 0."""
         named = {"NaN": self.nan, "infinite": self.infinite, "zero": self.zero, "negative": self.negative}
         parts = [f"{count:,} {'is' if count == 1 else 'are'} {name}" for name, count in named.items() if count]
         return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""
 
 
 def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
-    """The bytes of a range in a file, in pieces. Raises UserError where the file can't be read, or ends before the range does."""
+    """Yield the bytes of a range of a file in pieces. Raises UserError if the file can't be read or is too short."""
     with reading(where.file), open_regular(where.file) as file:
         file.seek(where.start)
         left = where.nbytes
@@ -49,9 +49,9 @@ def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
 
 
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
-    """Count the scales of a tensor that are NaN, infinite, zero or negative; None for a tensor whose bytes can't be read as values.
+    """Count the NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read as values.
 
-    exponents: bytes are exponents of two (E8M0), of which 255 is NaN.
+    exponents: whether each byte is an exponent of two (E8M0), in which 255 means NaN.
     """
     import numpy as np
 
@@ -80,8 +80,8 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """The codes of floating-point values without their sign, the signs, and the code above which all are NaN: that of infinity, or
-    of the largest finite value where a dtype has no infinities. None for a dtype that holds no such values.
+    """Split floating-point values into magnitudes (codes without the sign bit) and signs, and return the largest magnitude that is
+    not NaN: infinity's or, if the dtype has no infinity, the largest finite one. Returns None for a dtype that is not supported.
     """
     import numpy as np
 
@@ -95,10 +95,9 @@ def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
 
 
 def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
-    """How many values of a tensor are not finite, and whether all of them are equal; None for a tensor whose bytes can't be read as
-    values.
+    """Return (number of NaN and infinite values, whether all values are equal). Returns None if the bytes can't be read as values.
 
-    on_bytes: called with the bytes of each piece.
+    on_bytes: called with the number of bytes of each piece that was read.
     """
     import numpy as np
 
@@ -120,7 +119,7 @@ def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -
 
 
 def same_bytes(one: CheckpointTensor, other: CheckpointTensor) -> bool | None:
-    """Whether two tensors are the same: dtype, shape and every bit; None where their bytes can't be read."""
+    """Return whether two tensors agree in dtype, shape and every bit, or None if their bytes can't be read."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     if one.bytes is None or other.bytes is None:

@@ -40,7 +40,7 @@ class Pane(VerticalScroll, can_focus=False):
     def show(self, activity: str = "", node: str = "") -> None:
         """Redraw the pane if its text has changed.
 
-        activity: what the engine is doing, in a few words; "" if it is idle. node: the name of the node under the cursor.
+        activity: what the engine is doing, in a few words, or "" if it is idle. node: the name of the node under the cursor.
         """
         self._shown_for = (activity, node)
         if not self.is_mounted or not self.display:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
 
 _LABEL_WIDTH = len("perplexity")
-"""The length of the longest label."""
+"""The width in cells of the longest label."""
 
 
 class DriftPane(Pane):
@@ -88,7 +88,7 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the lost values before the text, since they are known before the drift, and even if there will be none."""
+        """Put the lost values before the text, since they are known before the drift, and even if the drift can't be measured."""
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
@@ -99,7 +99,7 @@ class DriftPane(Pane):
         return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
     def _partial(self, partial: PartialDrift, running: bool) -> Table:
-        """The figures of a measurement that is running, or was stopped."""
+        """Return the figures of a measurement that is running or was stopped."""
         grid = PlainTable.labelled(gap=1)
         words = extent_text(partial.extent)
         grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
@@ -173,7 +173,7 @@ class DriftPane(Pane):
     def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
         """Add the modules that drift most, next to their label or, if their names are too long, over the full width of the pane.
 
-        after: rows to add after them.
+        after: rows to add after the modules.
         """
         worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
         labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1
@@ -200,7 +200,7 @@ class DriftPane(Pane):
 
 
 def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
-    """A figure, and the same figure of the baseline recipe, if there is one."""
+    """Return a figure of the current recipe and, if there is a baseline recipe, the same figure of the baseline."""
     text = Text(words, style=style)
     if baseline is not None:
         text.append(f"  P {baseline}", style="not bold dim")
@@ -208,7 +208,7 @@ def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add the operation that produces infinite or NaN values, and the rule that prevents it, which a key applies."""
+    """Add the operation that produces infinite or NaN values, and the rule that prevents this and which key applies it."""
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)

@@ -60,8 +60,8 @@ class MemoryPane(Pane):
         return grid
 
     def _mix(self) -> Text:
-        """The planned bytes as a bar with a section for each dtype, and a legend. The full width is the stored bytes, or planned
-        bytes if they are more.
+        """Return a bar of the planned bytes with a section per dtype, and a legend. Its full width is max(stored, planned)
+        bytes.
         """
         shares = self.experiment.totals[""].mix()
         plan = self.experiment.plan
