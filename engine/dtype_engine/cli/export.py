@@ -39,7 +39,7 @@ _TENSOR_BYTES = 1 << 30
     help="The folder to write. A folder that is not empty is replaced only with --force.",
 )
 @click.option(
-    "--force", is_flag=True, help="Replace FOLDER once the export is complete. MODEL itself is never replaced."
+    "--force", is_flag=True, help="Replace an existing FOLDER once the export is complete, but never MODEL itself."
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file.")
 @json_option
@@ -77,7 +77,7 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
 
 @click.command(cls=ModelCommand, rules=False)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--against", "model", required=True, metavar="MODEL", help="The model that was exported.")
+@click.option("--against", "model", required=True, metavar="MODEL", help="The source model of the export.")
 @click.option(
     "--drift",
     is_flag=True,
