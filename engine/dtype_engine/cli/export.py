@@ -40,7 +40,7 @@ _TENSOR_BYTES = 1 << 30
     help="The folder to write. A folder that is not empty is replaced only with --force.",
 )
 @click.option(
-    "--force", is_flag=True, help="Replace FOLDER once the export is complete. MODEL itself is never replaced."
+    "--force", is_flag=True, help="Replace an existing FOLDER once the export is complete, but never MODEL itself."
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file.")
 @click.option("--incomplete", is_flag=True, help="Export the tensors that exist although the checkpoint lacks some.")
@@ -82,7 +82,7 @@ def export(
 
 @click.command(cls=ModelCommand, rules=False)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--against", "model", required=True, metavar="MODEL", help="The model that was exported.")
+@click.option("--against", "model", required=True, metavar="MODEL", help="The source model of the export.")
 @click.option(
     "--drift",
     is_flag=True,

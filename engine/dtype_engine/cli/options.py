@@ -57,7 +57,7 @@ _RULES = (
         ["--recipe", "recipe_file"], type=_FILE, help="A recipe file. The rules of --cast follow the file's rules."
     ),
     click.Option(
-        ["--preset"], metavar="NAME", help="Put this preset's rules first. `recipe presets` lists all presets."
+        ["--preset"], metavar="NAME", help="Put this preset's rules before all others. `recipe presets` lists presets."
     ),
 )
 _OPENING = (
@@ -89,7 +89,7 @@ _RUNNING = (
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="A calibration text file, or a .jsonl file with an object with text, prompt or messages on each line.",
+        help="A calibration text file, or a .jsonl file of objects with text, prompt or messages. It is cut into sequences.",
     ),
     click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
     click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
@@ -110,7 +110,7 @@ _RUNNING = (
         ["--compute"],
         default="float32",
         show_default=True,
-        help="The dtype to which storage-only weights are dequantized if no activation determines it.",
+        help="The dtype to which storage-only weights are dequantized if no activation determines the dtype.",
     ),
     click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
     click.Option(
@@ -182,7 +182,7 @@ _MEASURING = (
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="When to measure the noise floor, the reference's drift from itself. auto: if the drift may be below it and, in "
+        help="When to measure the noise floor, the reference's drift from itself. auto: if a drift may be below this floor and, in "
         "the app, also when no other work runs.",
     ),
     click.Option(

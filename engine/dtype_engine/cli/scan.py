@@ -139,7 +139,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     "candidates",
     type=click.IntRange(min=2),
     metavar="K",
-    help="Measure the drift of the K recipes nearest to the limit on the --held-out text, and choose the best recipe.",
+    help="On the --held-out text, measure the drift of the K recipes nearest to the limit, and choose the best recipe.",
 )
 @click.option(
     "--held-out",

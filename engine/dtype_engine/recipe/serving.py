@@ -32,7 +32,7 @@ class Finding:
     """A rule of a runtime that a plan breaks, and the tensors that break it."""
 
     effect: Effect
-    """How the runtime treats these tensors."""
+    """How the runtime treats the tensors that break the rule."""
     why: str
     source: str
     """The file and function of the runtime that implement the rule."""

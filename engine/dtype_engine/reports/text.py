@@ -98,7 +98,7 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Return both continuations of a prompt, with the first token that differs in brackets."""
+    """Return both continuations of a prompt, and put the first differing token of each in brackets."""
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens

@@ -1,4 +1,4 @@
-"""The results of running a model other than drift: generated texts, and times in seconds."""
+"""Results of running a model, except drift: generated texts, and times in seconds."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class SweepRow:
 
 @dataclass(frozen=True, slots=True)
 class SweepReport:
-    """The results of all recipes, the smallest first. `unit` is the unit of `SweepRow.drift`."""
+    """The results of all recipes, by increasing planned bytes. `unit` is the unit of `SweepRow.drift`."""
 
     model: str
     inputs: str

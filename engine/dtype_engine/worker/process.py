@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds between attempts to reconnect; the last is repeated. It is long, because each attempt may be a refused login."""
+"""Seconds to wait before each attempt to reconnect; the last entry is repeated. It is long, as an attempt may be a refused
+login.
+"""
 
 
 @dataclass
