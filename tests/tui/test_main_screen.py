@@ -590,7 +590,7 @@ async def test_a_check_has_a_screen_of_its_own(app: DtypeApp) -> None:
             assert words in text
         await pilot.press("escape")
         await say(app, pilot, events.FilesChecked(recipe, dataclasses.replace(report, findings=())))
-        assert "Nothing was found." in screen(app)
+        assert "No problems were found." in screen(app)
 
 
 async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
