@@ -42,9 +42,12 @@ test-lowest: $(LOWEST)/.tests
 matrix: $(VENV)/.tests
 	$(BIN)/python -m tests.matrix
 
-# Five thousand damaged files of each kind (the test run has 150), and three times 20,000 keys.
+# Five thousand damaged files of each kind (the test run has 150), 100,000 damaged headers (it has 2,000), 5,000 damaged messages
+# (it has 100), and three times 20,000 keys.
 fuzz: $(VENV)/.tests
 	$(BIN)/python -m tests.engine.hostile.fuzz 5000
+	$(BIN)/python -m tests.engine.hostile.test_checkpoints 100000
+	$(BIN)/pytest --hypothesis-profile "many examples" tests/engine/worker/test_messages.py
 
 random-keys: $(VENV)/.tests
 	for seed in 1 2 3; do $(BIN)/python -m tests.terminal.random_keys $$seed || exit 1; done

@@ -30,6 +30,7 @@ for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.
         signal.signal(number, handler)
 
 hypothesis.settings.register_profile("no deadline", deadline=None)  # how long an example takes is the machine's
+hypothesis.settings.register_profile("many examples", deadline=None, max_examples=5000)
 hypothesis.settings.load_profile("no deadline")
 
 _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}

@@ -18,18 +18,61 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.helpers.paths import ROOT
+
 COMMAND = "import sys; from dtype_engine.cli import main; main()"
 """The program `dtype-engine`."""
 ENGINE = "import sys; sys.path.remove(''); from dtype_engine.worker.stdio import main; main()"
 """The app's engine, which finds no module in the folder that it runs in (`python -P`)."""
+
+LINGERING = """
+import os, subprocess, sys
+from dtype_engine.worker import linger
+
+class Forked:
+    def __init__(self, command, *, cwd, stdout, pass_fds, **_):
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            os.chdir(cwd)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(stdout, 1)
+            os.dup2(stdout, 2)
+            (listener,) = pass_fds
+            os.closerange(3, listener)
+            os.closerange(listener + 1, 1000)
+            sys.argv = list(command[3:])
+            linger.main()
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+subprocess.Popen = Forked
+from dtype_engine.cli import main; main()
+"""
+"""The program `dtype-engine`, where `stdio --linger` forks the engine that outlives it: that has imported torch as well."""
 
 _FOLDER = "DTYPE_TUI_PRELOADED"
 """The variable with the folder of those that have one such process together."""
 
 # Each connection asks for one program: code, and its three streams. It is answered with two lines, the program's number and its
 # exit status; where the connection ends first, whoever asked is gone, and the program is killed.
+#
+# A program ends by `os._exit` once all is done that is to be done at an end: taking apart what was imported writes to all of its
+# memory, which is copied for that, and takes a third of a second. Coverage saves its figures after that.
 _SERVER = """
-import gc, json, os, select, signal, socket, sys, threading
+import atexit, os, sys
+status = None
+def end():
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    except (AttributeError, OSError, ValueError):
+        return  # the interpreter has its own way with that
+    if status is not None and "coverage" not in sys.modules:
+        os._exit(status)
+atexit.register(end)  # the first that is registered is the last that is called
+
+import gc, json, select, signal, socket, threading
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import torch, transformers
@@ -77,7 +120,15 @@ os.chdir(asked["folder"])
 os.environ.clear()
 os.environ.update(asked["environment"])
 sys.argv = ["-c", *asked["arguments"]]
-exec(asked["code"], {"__name__": "__main__"})
+try:
+    exec(asked["code"], {"__name__": "__main__"})
+    status = 0
+except SystemExit as ended:
+    status = 0 if ended.code is None else ended.code if isinstance(ended.code, int) else 1
+    raise
+except Exception:
+    status = 1
+    raise
 """
 
 # Runs in place of a program, and ends as it does: by the same signal, say.
@@ -133,6 +184,11 @@ class Program:
 def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `code` to its end."""
     return Program(code, *arguments).result()
+
+
+def module(name: str) -> str:
+    """Code that runs a module of the tests, as by `python -m`."""
+    return f"import runpy, sys; sys.path.insert(0, {str(ROOT)!r}); runpy.run_module({name!r}, run_name='__main__')"
 
 
 def command(code: str, *arguments: str) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 import transformers
 from tests.engine.runtime.model.test_same_plan import NET, answer, refusal
+from tests.helpers import preloaded
 from torch import nn
 
 from dtype_engine.cli import cli
@@ -178,14 +179,12 @@ def test_perplexity_of_given_ids_is_that_of_torch(
 def test_a_whole_module_whose_code_is_not_found_says_what_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import subprocess
-    import sys
-
     code = tmp_path / "code"
     code.mkdir()
     (code / "somenet.py").write_text(NET)
-    program = "import somenet, torch; torch.save(somenet.Net(), '../whole.pt')"
-    subprocess.run([sys.executable, "-c", program], cwd=code, check=True)
+    monkeypatch.chdir(code)
+    preloaded.run("import somenet, torch; torch.save(somenet.Net(), '../whole.pt')")
+    monkeypatch.chdir(tmp_path)
     said = refusal(capsys, "inspect", str(tmp_path / "whole.pt"), "--trust-pickle")
     assert "No module named 'somenet'" in said
     assert "PYTHONPATH" in said

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,9 +53,13 @@ WITH_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this syst
 CASTING = ("drift", f"{TINYNET}:TinyNet", "--cast", "*=bf16")
 
 
-def shell(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+FRESH = (sys.executable, "-c", preloaded.COMMAND)
+"""The program in an interpreter of its own: a stream that is closed when it starts is none."""
+
+
+def shell(streams: str, *arguments: str, program: Sequence[str] | None = None) -> subprocess.CompletedProcess[str]:
     """The program, its streams as a shell makes them."""
-    command = [sys.executable, "-c", preloaded.COMMAND, *arguments]
+    command = [*(program or preloaded.command(preloaded.COMMAND)), *arguments]
     return subprocess.run(
         ["sh", "-c", f'exec "$0" "$@" {streams}', *command], capture_output=True, text=True, timeout=120
     )
@@ -96,7 +101,7 @@ def test_without_standard_error_there_are_answers_all_the_same(printing: str) ->
     """And no file that is opened gets its number."""
     code = Path(printing.removesuffix(":Net"))
     code.write_text(code.read_text() + "assert open(__file__).fileno() > 2\n")
-    done = shell("2>&-", "drift", printing, "--cast", "*=bf16")
+    done = shell("2>&-", "drift", printing, "--cast", "*=bf16", program=FRESH)
     assert done.returncode == 0
     assert done.stdout.startswith("model ")
     assert "SQNR" in done.stdout
@@ -105,7 +110,7 @@ def test_without_standard_error_there_are_answers_all_the_same(printing: str) ->
 
 @pytest.mark.parametrize("streams", ["2>&-", "2</dev/null"])
 def test_without_standard_error_bad_input_has_its_status(streams: str) -> None:
-    done = shell(streams, "drift", "no such model")
+    done = shell(streams, "drift", "no such model", program=FRESH)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
@@ -120,14 +125,14 @@ def test_a_note_that_cant_be_written_changes_no_status(tmp_path: Path, streams: 
 
 @pytest.mark.parametrize("arguments", [CASTING, ("--help",), ("stdio",)])
 def test_without_standard_output_nothing_is_begun(arguments: tuple[str, ...]) -> None:
-    done = shell(">&-", *arguments)
+    done = shell(">&-", *arguments, program=FRESH)
     assert done.returncode == 2
     assert done.stderr == "dtype-engine: standard output is closed, and answers go there: redirect it to a file\n"
 
 
 def test_without_standard_input_there_are_answers_all_the_same() -> None:
-    assert shell("<&-", *CASTING).returncode == 0
-    assert shell(">&- 2>&-", *CASTING).returncode == 2
+    assert shell("<&-", *CASTING, program=FRESH).returncode == 0
+    assert shell(">&- 2>&-", *CASTING, program=FRESH).returncode == 2
 
 
 ANSWERING = [CASTING, (*CASTING, "--json"), ("inspect",), ("scan", "--help")]
@@ -138,7 +143,7 @@ def test_a_closed_pipe_ends_a_program_without_a_word(arguments: tuple[str, ...])
     """1 would be a limit that is missed."""
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-c", preloaded.COMMAND, *arguments]
+    command = [*preloaded.command(preloaded.COMMAND), *arguments]
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")

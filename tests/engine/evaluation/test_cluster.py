@@ -7,12 +7,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers import preloaded
 
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source
@@ -34,7 +34,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     processes: list[subprocess.Popen[bytes]] = []
 
     def begin(module: str, *arguments: str) -> None:
-        command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments, "--no-dashboard"]
+        program = preloaded.command(f"from distributed.cli.{module} import main; main()")
+        command = [*program, *arguments, "--no-dashboard"]
         processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
 
     def started(workers: int) -> tuple[str, list[subprocess.Popen[bytes]]]:

@@ -4,8 +4,8 @@
 `python -m tests.engine.hostile.fuzz --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
 
 A case holds when the program ends with status 0 or 2 (1 for `recipe lint`: it differs), without a traceback or an unexpected
-error, in 20 s and 1.5 GB, and does not take the process down. Workers run many cases each, since importing torch takes longer
-than they do.
+error, in 20 s and 1.5 GB, and does not take the process down. Workers run many cases each, and are forked from a process that has
+imported torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -29,10 +28,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import preloaded
 from tests.helpers.mutations import STRANGE, changed
 
-MODULE = "tests.engine.hostile.fuzz"
-ROOT = Path(__file__).parents[3]
+PROGRAM = preloaded.module("tests.engine.hostile.fuzz")
 KINDS = ("gguf", "pth", "recipe", "config", "session", "scan")
 LONGEST_S = 20
 MOST_BYTES = 1_500_000_000
@@ -439,24 +438,25 @@ def run_all(count: int, kinds: tuple[str, ...] = KINDS, at_once: int = 1, each: 
     """
     found = {kind: Seen() for kind in kinds}
     waiting = [(kind, first, min(each, count - first)) for kind in kinds for first in range(0, count, each)]
-    running: list[tuple[str, int, int, Path, subprocess.Popen[str]]] = []
+    running: list[tuple[str, int, int, Path, preloaded.Program]] = []
     with tempfile.TemporaryDirectory() as scratch:
         while waiting or running:
             while waiting and len(running) < at_once:
                 kind, first, size = waiting.pop(0)
                 progress = Path(scratch) / f"{kind}-{first}"
-                command = [sys.executable, "-m", MODULE, "--work", kind, str(first), str(size), str(progress)]
-                process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-                running.append((kind, first, size, progress, process))
-            kind, first, size, progress, process = running.pop(0)
-            said, trouble = process.communicate()
-            if process.returncode == 0:
-                found[kind].add(Seen(**json.loads(said.splitlines()[-1])))
+                program = preloaded.Program(PROGRAM, "--work", kind, str(first), str(size), str(progress))
+                running.append((kind, first, size, progress, program))
+            kind, first, size, progress, program = running.pop(0)
+            ended = program.result()
+            if ended.returncode == 0:
+                found[kind].add(Seen(**json.loads(ended.stdout.splitlines()[-1])))
                 continue
             left = json.loads(progress.read_text()) if progress.exists() else {"at": first, "seen": {}}
             at = int(left["at"])
             found[kind].add(Seen(**left["seen"]))
-            found[kind].failures.append(f"{kind} {at}: the process ended with {process.returncode}: {trouble[-300:]!r}")
+            found[kind].failures.append(
+                f"{kind} {at}: the process ended with {ended.returncode}: {ended.stderr[-300:]!r}"
+            )
             found[kind].cases += 1
             if at + 1 < first + size:
                 waiting.insert(0, (kind, at + 1, first + size - at - 1))

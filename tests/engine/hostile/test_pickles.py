@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.helpers import preloaded
 
 from dtype_engine.checkpoint import open_checkpoint, pickle_size
 from dtype_engine.core.errors import UserError
@@ -61,9 +60,7 @@ finally:
 def test_what_a_pickle_makes_is_bounded(tmp_path: Path, what: str) -> None:
     path = tmp_path / "x.pth"
     BOMBS[what](path)
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, "inspect", str(path)], capture_output=True, text=True, timeout=120
-    )
+    done = preloaded.run(CODE, "inspect", str(path))
     path.unlink()
     said, most = done.stderr.splitlines()
     assert done.returncode == 2

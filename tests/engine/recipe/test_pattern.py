@@ -149,7 +149,7 @@ BOMBS = ["re:(.*)*(.*)*Z", "re:(a|a)*b", "re:(?:.?){300}(?:.?){300}Z", "re:(.*?)
 def test_no_pattern_takes_longer_than_its_limit(text: str) -> None:
     """The test's own timeout is what a hang would meet."""
     names = ["a" * 2000, "1" * 500, "ab." * 300 + "Z!", "model.layers.3.mlp.gate_proj.weight.abcZ!"]
-    with contextlib.suppress(TooSlow), time_limit(0.3):
+    with contextlib.suppress(TooSlow), time_limit(0.1):
         for name in names:
             compile_pattern(text).matches(name)
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 from tests.helpers.recorded_worker import WAYS, RecordedEngine, Way
 
+from dtype_engine import Options
+
 
 @pytest.fixture(scope="module", params=WAYS)
 def way(request: pytest.FixtureRequest) -> Way:
@@ -19,4 +21,11 @@ def way(request: pytest.FixtureRequest) -> Way:
 def demo(way: Way) -> Iterator[RecordedEngine]:
     """An engine on the demo model, with all that it emits."""
     with RecordedEngine(way) as recorded:
+        yield recorded
+
+
+@pytest.fixture
+def short(way: Way) -> Iterator[RecordedEngine]:
+    """The same on a prompt of a few tokens."""
+    with RecordedEngine(way, options=Options(prompts=("import os\nimport sys\n",))) as recorded:
         yield recorded

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from tests.helpers.recorded_worker import RecordedEngine, Way
+from tests.helpers.recorded_worker import RecordedEngine
 
-from dtype_engine import Options, Recipe, Rule
+from dtype_engine import Recipe, Rule
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Cancel, SetRecipe
 
 BRAIN = Recipe((Rule("*", "bfloat16"),))
-
-
-@pytest.fixture
-def short(way: Way) -> Iterator[RecordedEngine]:
-    with RecordedEngine(way, options=Options(prompts=("import os\nimport sys\n",))) as recorded:
-        yield recorded
 
 
 def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> None:

@@ -1,7 +1,12 @@
-"""An engine that outlives its connections: what was told meanwhile arrives, once; it ends by itself; nobody else reaches it."""
+"""An engine that outlives its connections: what was told meanwhile arrives, once; it ends by itself; nobody else reaches it.
+
+Engines that are connected to several times are forked from a process that has imported torch; where an engine's start and end are
+what is tested, it is started as the program starts it.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -9,12 +14,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.helpers import slow_line
+from tests.helpers import preloaded, slow_line
 from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
@@ -31,12 +36,12 @@ pytestmark = pytest.mark.slow
 class Far:
     """A command that leads to a lingering engine over a line that can be cut."""
 
-    def __init__(self, folder: Path, linger: str = "10m", seconds: float = 0.0) -> None:
+    def __init__(self, folder: Path, program: Sequence[str], linger: str) -> None:
         self.folder = folder
-        self.engine = (ENGINE, "stdio", "--compressed", "--linger", linger, "--session", SESSION)
-        line = (sys.executable, slow_line.__file__, str(folder), str(seconds))
-        self.command = EngineCommand((*line, *self.engine), name="far", compressed=True)
-        self.recorded = RecordedProcess(self.command, "demo", Options(device="cpu"))
+        engine = (*program, "stdio", "--compressed", "--linger", linger, "--session", SESSION)
+        line = (sys.executable, slow_line.__file__, str(folder), "0")
+        command = EngineCommand((*line, *engine), name="far", compressed=True)
+        self.recorded = RecordedProcess(command, "demo", Options(device="cpu"))
 
     def cut(self) -> None:
         """Cut the line: all that was under way on it is lost."""
@@ -55,7 +60,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def far(folder: Path) -> Iterator[Far]:
-    made = Far(folder)
+    made = Far(folder, preloaded.command(preloaded.LINGERING), linger="10m")
     made.recorded.worker.start()
     yield made
     made.recorded.worker.close()
@@ -144,13 +149,17 @@ def test_exports_are_written_there_and_recipes_here(far: Far, tmp_path: Path) ->
 
 
 def engine_process(far: Far) -> int:
-    """The number of the engine's process."""
-    files = str(far.logs()[0].with_suffix(""))
-    return next(process.pid for process in psutil.process_iter(["cmdline"]) if files in (process.info["cmdline"] or ()))
+    """The number of the engine's process, which alone has its log open."""
+    log = str(far.logs()[0])
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if any(file.path == log for file in process.open_files()):
+                return process.pid
+    raise AssertionError("no engine runs")
 
 
 def test_it_ends_when_nobody_comes_back(folder: Path) -> None:
-    far = Far(folder, linger="2s")
+    far = Far(folder, (ENGINE,), linger="2s")
     far.recorded.worker.start()
     far.recorded.wait_for(events.Measured)
     (folder / "down-for-now").touch()

@@ -25,11 +25,12 @@ Start = Callable[..., RecordedProcess]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts an engine of the command, the machine's own by default, and closes it in the end."""
+    """Starts an engine of the command, forked from a process that has imported torch by default, and closes it in the end."""
     started: list[RecordedProcess] = []
 
     def begin(command: EngineCommand | None = None, model: str | None = "demo") -> RecordedProcess:
-        recorded = RecordedProcess(command or EngineCommand(), model, Options(device="cpu"))
+        command = command or EngineCommand(preloaded.command(preloaded.ENGINE))
+        recorded = RecordedProcess(command, model, Options(device="cpu"))
         started.append(recorded)
         recorded.worker.start()
         return recorded
@@ -76,7 +77,7 @@ def test_its_death_is_told_and_another_takes_its_place(start: Start) -> None:
 
 
 def test_it_is_started_again_while_it_imports(start: Start) -> None:
-    recorded = start()
+    recorded = start(EngineCommand())
     recorded.wait_for(events.LoadingProgress)
     first = recorded.child
     recorded.worker.restart()
@@ -86,7 +87,7 @@ def test_it_is_started_again_while_it_imports(start: Start) -> None:
 
 
 def test_it_ends_with_the_app(start: Start) -> None:
-    recorded = start()
+    recorded = start(EngineCommand())
     recorded.wait_for(events.LoadingProgress)
     child = recorded.child
     begun = time.monotonic()

@@ -25,9 +25,9 @@ HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def test_from_opening_to_the_first_measurement(demo: RecordedEngine) -> None:
-    demo.wait_for(events.Idle)
-    kinds = [type(event) for event in demo.events if not isinstance(event, events.Memory)]
+def test_from_opening_to_the_first_measurement(short: RecordedEngine) -> None:
+    short.wait_for(events.Idle)
+    kinds = [type(event) for event in short.events if not isinstance(event, events.Memory)]
     order = [
         events.LoadingProgress,
         events.ModelReady,
@@ -38,7 +38,7 @@ def test_from_opening_to_the_first_measurement(demo: RecordedEngine) -> None:
     ]
     indices = [kinds.index(kind) for kind in order]
     assert indices == sorted(indices)
-    assert demo.of(events.Memory)
+    assert short.of(events.Memory)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
@@ -54,7 +54,7 @@ def test_the_engine_gives_way_to_the_thread_that_answers_keys() -> None:
 
 def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
-    for _ in range(5):
+    for _ in range(3):
         start = len(demo.events)
         demo.worker.request(SetRecipe(HALF))
         demo.worker.request(SetRecipe(BRAIN))
@@ -67,29 +67,29 @@ def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None
         assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
 
 
-def test_measurements_belong_to_the_recipe_they_carry(demo: RecordedEngine) -> None:
+def test_measurements_belong_to_the_recipe_they_carry(short: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
-        demo.worker.request(SetRecipe(recipe))
-        event = demo.measured(recipe)
+        short.worker.request(SetRecipe(recipe))
+        event = short.measured(recipe)
         assert event.report.rules == tuple(map(str, recipe.rules))
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
 
 
-def test_text_and_times_are_told_for_the_recipe_in_force(demo: RecordedEngine) -> None:
-    demo.worker.request(SetRecipe(HALF))
-    demo.worker.request(Generate(3))
-    demo.worker.request(MeasureSpeed())
-    demo.worker.request(CheckFiles())
-    text = demo.wait_for(events.Generated)
+def test_text_and_times_are_told_for_the_recipe_in_force(short: RecordedEngine) -> None:
+    short.worker.request(SetRecipe(HALF))
+    short.worker.request(Generate(3))
+    short.worker.request(MeasureSpeed())
+    short.worker.request(CheckFiles())
+    text = short.wait_for(events.Generated)
     assert text.recipe == HALF
     assert len(text.texts[0].candidate.ids) == 3
-    times = demo.wait_for(events.SpeedMeasured)
+    times = short.wait_for(events.SpeedMeasured)
     assert times.report.rules == ("*=float16",)
-    check = demo.wait_for(events.FilesChecked).report
+    check = short.wait_for(events.FilesChecked).report
     assert (str(check.coverage), check.findings) == ("56 of 56 tensors found", ())
-    assert any(event.what == "timing: reference" for event in demo.of(events.WorkingProgress))
-    demo.worker.request(SetSettings(RunSettings(autocast="bfloat16")))
-    demo.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
+    assert any(event.what == "timing: reference" for event in short.of(events.WorkingProgress))
+    short.worker.request(SetSettings(RunSettings(autocast="bfloat16")))
+    short.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
 
 
 def test_esc_stops_a_measurement_and_the_session_goes_on(way: Way) -> None:

@@ -23,14 +23,14 @@ def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: 
     assert counts[-1] == 6
 
 
-def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(demo: RecordedEngine) -> None:
-    demo.wait_for(events.Idle)
-    start = len(demo.events)
-    demo.worker.request(Pause(True))
-    demo.worker.request(Scan(("int8",)))
-    demo.worker.request(Cancel())
-    demo.worker.request(Pause(True))
-    demo.worker.request(Scan(("int8",)))
-    demo.worker.request(Cancel())
-    demo.worker.request(Scan(("int8",)))
-    demo.wait_for(events.ScanUpdated, lambda event: event.finished, start)
+def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(short: RecordedEngine) -> None:
+    short.wait_for(events.Idle)
+    start = len(short.events)
+    short.worker.request(Pause(True))
+    short.worker.request(Scan(("int8",)))
+    short.worker.request(Cancel())
+    short.worker.request(Pause(True))
+    short.worker.request(Scan(("int8",)))
+    short.worker.request(Cancel())
+    short.worker.request(Scan(("int8",)))
+    short.wait_for(events.ScanUpdated, lambda event: event.finished, start)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,17 @@ FORMATS = (
     "float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor", "mxfp8", "mxfp4", "mxfp4:rceil", "nvfp4", "fp8@128x128",
     "fp8@128x128:ue8m0", "int4@g128", "int4@g32", "int4@g128a", "int8@g128",
 )  # fmt: skip
+
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 LOADED = {"float8_e4m3fn": 0.0, "float8_e4m3fn@tensor": 0.0, "mxfp4": 0.0, "int4@g128": 2**-8, "int8@g128": 2**-8}
 """Formats in which transformers reads packed experts, and how far values are rounded then."""
+
+
+def in_turn(formats: Iterable[str], first: int = 0) -> pytest.MarkDecorator:
+    """Each format with one kind of model: the two kinds take turns, so that forms of one format meet both."""
+    kinds = list(EXPERTS)
+    pairs = [(kinds[(first + FORMATS.index(dtype)) % 2], dtype) for dtype in formats]
+    return pytest.mark.parametrize(("source", "dtype"), pairs, indirect=["source"])
 
 
 def saved(kind: str, folder: Path, width: int = 256, count: int = 11) -> Path:
@@ -125,7 +134,7 @@ def plain(state: dict[str, torch.Tensor], source: Path, folder: Path) -> nn.Modu
     return model
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@in_turn(FORMATS)
 def test_the_file_decoded_by_hand_computes_what_was_measured(
     dtype: str, source: tuple[str, Path], tmp_path: Path
 ) -> None:
@@ -162,7 +171,7 @@ def test_the_file_decoded_by_hand_computes_what_was_measured(
     assert verify(tmp_path / "again", locate(str(out))).same
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
+@in_turn(FORMATS, 1)
 def test_every_expert_is_a_target_and_has_its_tensors(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     kind, folder = source
     out = tmp_path / "out"
@@ -202,9 +211,7 @@ def test_nvfp4_has_one_scale_for_all_that_is_packed_and_fp8_one_for_each_expert(
         assert torch.equal(after[f"{name}_scale"], (before[name].abs().max() / 448).expand(128, 1))
 
 
-@pytest.mark.parametrize(
-    "dtype", ["nvfp4", "float8_e4m3fn", "float8_e4m3fn@tensor", "mxfp4", "fp8@128x128", "int4@g32"]
-)
+@in_turn(["nvfp4", "float8_e4m3fn", "float8_e4m3fn@tensor", "mxfp4", "fp8@128x128", "int4@g32"])
 def test_one_byte_of_one_expert_is_found(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     _, folder = source
     out = tmp_path / "out"
@@ -224,7 +231,7 @@ def test_one_byte_of_one_expert_is_found(dtype: str, source: tuple[str, Path], t
     assert len(changed) == {"nvfp4": 9}.get(dtype, 6)
 
 
-@pytest.mark.parametrize("dtype", LOADED)
+@in_turn(LOADED)
 def test_transformers_packs_the_values_of_some_formats(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers
@@ -243,7 +250,7 @@ def test_transformers_packs_the_values_of_some_formats(dtype: str, source: tuple
                 assert bool((difference <= LOADED[dtype] * ours[name].float().abs()).all()), name
 
 
-@pytest.mark.parametrize("dtype", [name for name in FORMATS if name not in (*LOADED, "mxfp4:rceil", "int4@g32")])
+@in_turn(name for name in FORMATS if name not in (*LOADED, "mxfp4:rceil", "int4@g32"))
 def test_where_transformers_does_not_it_is_said(dtype: str, source: tuple[str, Path], tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", "0.20")
     import transformers

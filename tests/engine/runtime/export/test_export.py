@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 from importlib.metadata import version
@@ -22,7 +21,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.helpers import preloaded
 from tests.helpers.exporting import export_checkpoint
-from tests.helpers.paths import ROOT, TINYNET
+from tests.helpers.paths import TINYNET
 from torch import nn
 
 import dtype_engine as de
@@ -550,7 +549,6 @@ def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Pa
 
 def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
     """Anonymous memory while 128 MiB are cast and copied, in a process of its own, so that nothing else counts."""
-    command = [sys.executable, "-m", "tests.helpers.export_memory", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    done = preloaded.run(preloaded.module("tests.helpers.export_memory"), str(tmp_path))
     grown, scaled, tensor = map(int, done.stdout.split())
     assert max(grown, scaled) < 2 * tensor  # pieces of some MiB for each of at most four threads; 128 MiB are cast

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.helpers import preloaded
 
 from dtype_engine.runtime.formats.row_blocks import parallel_map
 
@@ -82,4 +81,4 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_after_a_fork_there_are_threads_again() -> None:
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=60).returncode == 0
+    assert preloaded.run(_FORKS).returncode == 0

@@ -1,4 +1,4 @@
-"""Every architecture of the zoo in every format with blocks, and in mixes of them."""
+"""Every architecture of the zoo in formats with blocks, and in mixes of all of them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 
+SERVED = ["float8_e4m3fn", "int8", *filter(dtypes.quantizes_activations, dtypes.BLOCK_FORMATS)]
+THIRDS = 3
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", architectures.ZOO)
-def test_every_architecture_runs_in_every_format(name: str) -> None:
+@pytest.mark.parametrize(("place", "name"), list(enumerate(architectures.ZOO)), ids=architectures.ZOO)
+def test_every_architecture_runs_in_block_formats(place: int, name: str) -> None:
+    """Alone, each architecture has a third of the formats, in turn; the mixes draw a format for each tensor from all of them."""
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
-    recipes = [Recipe((Rule("*", dtype),)) for dtype in dtypes.BLOCK_FORMATS]
     palette = ["float32", "bfloat16", *dtypes.BLOCK_FORMATS]
-    recipes += [architectures.random_recipe(session, palette, seed) for seed in range(3)]
+    recipes = [Recipe((Rule("*", dtype),)) for dtype in dtypes.BLOCK_FORMATS[place % THIRDS :: THIRDS]]
+    recipes += [architectures.random_recipe(session, palette, seed) for seed in range(2)]
     for recipe in recipes:
         session.apply(recipe)
         output = session.drift().output
         assert output.nonfinite == 0
         assert output.sqnr_db > 2, f"{recipe}: the result has to do with the reference"
     session.settings = de.RunSettings(quantize_activations="weights")
-    served = ["float8_e4m3fn", "int8", *filter(dtypes.quantizes_activations, dtypes.BLOCK_FORMATS)]
-    recipes = [Recipe((Rule("*", dtype),)) for dtype in served if ":" not in dtype]
+    served = [dtype for dtype in SERVED if ":" not in dtype][place % THIRDS :: THIRDS]
+    recipes = [Recipe((Rule("*", dtype),)) for dtype in served]
     for recipe in (*recipes, architectures.random_recipe(session, palette, 3)):
         session.apply(recipe)
         output = session.drift().output

@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -17,7 +14,7 @@ import torch
 from scipy import spatial
 from tests.helpers import preloaded
 from tests.helpers.kl_divergence import logits_of, statistics
-from tests.helpers.paths import DEMO, ROOT
+from tests.helpers.paths import DEMO
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.meaning import meaning
@@ -133,12 +130,7 @@ def test_a_reference_that_is_not_finite_is_not_taken_for_one_that_agrees(width: 
 
 
 def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
-    command = [sys.executable, "-m", "tests.helpers.metrics_memory", "128", "256000", "64"]
-    single_intraop_thread = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-    }  # as much memory, and quick where processors are shared
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=single_intraop_thread)
+    done = preloaded.run(preloaded.module("tests.helpers.metrics_memory"), "128", "256000", "64")
     assert float(done.stdout) < 50
 
 

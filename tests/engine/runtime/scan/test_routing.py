@@ -84,10 +84,10 @@ def test_exchanging_takes_the_next_best_for_those_tokens_only() -> None:
 
 def test_a_mixture_of_experts_over_many_tokens() -> None:
     module, _ = architectures.make("mixtral")
-    ids = torch.randint(3, 64, (12, 1, 48), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(3, 64, (4, 1, 144), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["float8_e4m3fn", "float8_e5m2"]
-    scan, exact = session.scan(kinds, draws=12), session.scan(kinds, exact=True)
+    scan, exact = session.scan(kinds, draws=24), session.scan(kinds, exact=True)
     rank, ratio, _ = compared(scan, exact)
     assert rank >= 0.9
     assert 0.7 <= ratio <= 1.4
@@ -104,15 +104,23 @@ def test_a_mixture_of_experts_whose_routers_are_decided_is_as_any_other_model() 
     assert 0.8 <= ratio <= 1.25
 
 
+def alone(session: de.Session, weight: str, dtype: str) -> float:
+    """The drift where this weight alone is in this dtype."""
+    session.apply(de.Recipe((de.Rule(weight, dtype),)))
+    kl = session.drift().output.kl_mean
+    assert kl is not None
+    return kl
+
+
 def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
     """A Llama's rotary cosines are in the dtype of the embedding's output: a third of its drift in bfloat16."""
     module, _ = architectures.make("llama")
     session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
     kinds = ["bfloat16", "float16"]
-    scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
+    scan = session.scan(kinds, draws=4).scores()
     for kind in kinds:
         weight = "model.embed_tokens.weight"
-        assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=1e-3)
+        assert scan[weight, kind] == pytest.approx(alone(session, weight, kind), rel=1e-3)
 
 
 def test_with_sequences_enough_they_take_turns() -> None:
@@ -121,11 +129,11 @@ def test_with_sequences_enough_they_take_turns() -> None:
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["bfloat16", "float16"]
     estimate = Scan(session.model, session.inputs, tuple(kinds), draws=4)
-    scan, exact = estimate.run().scores(), session.scan(kinds, exact=True).scores()
+    scan = estimate.run().scores()
     assert [len(one.measured) for one in estimate.done.values()] == [1, 1, 0, 1, 1, 0, 1, 1]
     for kind in kinds:
         weight = "model.embed_tokens.weight"
-        assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
+        assert scan[weight, kind] == pytest.approx(alone(session, weight, kind), rel=0.2)
 
 
 def test_one_narrowed_is_the_candidate_itself() -> None:
