@@ -1,13 +1,18 @@
-"""What stands on the screen of an app under test, and waiting for it."""
+"""What stands on the screen of an app under test, whether it fits, and waiting for it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from rich.cells import cell_len
+from rich.text import Text
 from textual.app import App
+from textual.containers import ScrollableContainer, VerticalScroll
 from textual.pilot import Pilot
+from textual.widget import Widget
+from textual.widgets import Static
 
 
 def lines(app: App[Any]) -> list[str]:
@@ -22,6 +27,27 @@ def screen(app: App[Any]) -> str:
 
 def notices(app: App[Any]) -> list[str]:
     return [notification.message for notification in app._notifications]
+
+
+def overflowing(app: App[Any]) -> Iterator[str]:
+    """What does not fit: widgets that reach beyond the screen or their box, lines and titles that are cut."""
+    for widget in app.screen.walk_children(Widget):
+        if not widget.display or not widget.region:
+            continue
+        name = f"{type(widget).__name__} #{widget.id}"
+        scrolls = any(isinstance(above, ScrollableContainer) for above in widget.ancestors)
+        if not scrolls and not app.screen.region.contains_region(widget.region):
+            yield f"{name} reaches beyond the screen: {widget.region}"
+        if isinstance(widget, VerticalScroll) and widget.max_scroll_x and not app.screen.has_class("map"):
+            yield f"{name} is {widget.max_scroll_x} cells too wide"
+        for words in (widget.border_title, widget.border_subtitle):
+            if words and cell_len(str(words)) > widget.region.width - 4:
+                yield f"{name}: {words!r} is cut"
+        words = widget.content if isinstance(widget, Static) and widget.region.height == 1 else None
+        if widget.id == "command-hint":
+            continue  # completions, as many as there is room for
+        if isinstance(words, Text) and words.cell_len > widget.region.width:
+            yield f"{name}: {words.plain!r} is cut"
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 60) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 from .commands import NO_NAME, Cell, go, where
@@ -11,7 +12,7 @@ from .forms import Made, made
 from .screens import SCREENS, walk
 
 
-def commands(form: str, model: Made, work: Path) -> dict[str, Cell | str]:
+def commands(model: Made, work: Path) -> dict[str, Cell | str]:
     """The cells without a screen: what each came to, or in a line what went wrong."""
     cells: dict[str, Cell | str] = {}
     for way in WAYS:
@@ -23,14 +24,16 @@ def commands(form: str, model: Made, work: Path) -> dict[str, Cell | str]:
     return cells
 
 
-def screens(form: str, model: Made, work: Path) -> dict[str, Cell | str]:
-    """The cells of the app."""
+def screens(ways: Sequence[str], model: Made, work: Path) -> dict[str, Cell | str]:
+    """These cells of the app."""
     if model.live:
-        return dict.fromkeys(SCREENS, Cell(refusal=NO_NAME))
+        return dict.fromkeys(ways, Cell(refusal=NO_NAME))
+    if not ways:
+        return {}
     try:
-        return asyncio.run(walk(model, work))
+        return asyncio.run(walk(ways, model, work))
     except Exception as error:
-        return dict.fromkeys(SCREENS, where(error))
+        return dict.fromkeys(ways, where(error))
 
 
 def wrong(form: str, cells: dict[str, Cell | str]) -> list[str]:
@@ -49,7 +52,7 @@ def wrong(form: str, cells: dict[str, Cell | str]) -> list[str]:
     return found
 
 
-def fill(form: str, folder: Path) -> dict[str, Cell | str]:
-    """The whole row of a form."""
+def fill(form: str, folder: Path, in_the_app: Sequence[str] = SCREENS) -> dict[str, Cell | str]:
+    """The row of a form; of the app's cells only those named."""
     model = made(form, folder / "made")
-    return {**commands(form, model, folder / "work"), **screens(form, model, folder / "app")}
+    return {**commands(model, folder / "work"), **screens(in_the_app, model, folder / "app")}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -71,7 +71,7 @@ async def until(pilot: Pilot[None], condition: Callable[[], object], what: str) 
     end = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < end, f"{what}:\n{shown(app)}"
-        await pilot.pause(0.02)
+        await pilot.pause(0.05)
 
 
 @asynccontextmanager
@@ -201,30 +201,36 @@ def _refusal_of(app: DtypeApp) -> str:
     return said[-1] if said else ""
 
 
-async def walk(made: Made, work: Path) -> dict[str, Cell | str]:
-    """All the app's cells of a form in one run of the app, and another that takes it up: what each came to, or what went wrong."""
+async def walk(ways: Sequence[str], made: Made, work: Path) -> dict[str, Cell | str]:
+    """These cells of the app, in one run of the app and in another that takes it up: what each came to, or what went wrong."""
     cells: dict[str, Cell | str] = {}
 
-    async def fill(name: str, step: Coroutine[Any, Any, str], close: Pilot[None] | None = None) -> None:
+    async def fill(name: str, step: Callable[[], Coroutine[Any, Any, str]]) -> None:
+        if name not in ways:
+            return
         try:
-            cells[name] = Cell(oracle=await step)
+            cells[name] = Cell(oracle=await step())
         except Refused as error:
             cells[name] = Cell(refusal=str(error))
         except Exception as error:
             cells[name] = where(error)
-        if close is not None and len(close.app.screen_stack) > 1:
-            await close.press("escape")
 
     work.mkdir(parents=True, exist_ok=True)
     with entered(made.folder):
         async with opened(made) as (app, pilot):
-            await fill("app: tree", _tree(app, pilot, made), pilot)
-            await fill("app: Memory", _memory(app, pilot, made), pilot)
-            await fill("app: Drift", _drift(app, pilot, made), pilot)
-            await fill("app: v", _values(app, pilot, made), pilot)
-            await fill("app: e", _export(app, pilot, made, work), pilot)
+            steps: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {
+                "app: tree": lambda: _tree(app, pilot, made),
+                "app: Memory": lambda: _memory(app, pilot, made),
+                "app: Drift": lambda: _drift(app, pilot, made),
+                "app: v": lambda: _values(app, pilot, made),
+                "app: e": lambda: _export(app, pilot, made, work),
+            }
+            for name, step in steps.items():
+                await fill(name, step)
+                if len(app.screen_stack) > 1:
+                    await pilot.press("escape")
             rules, cursor = app.controller.experiment.recipe, app.main.tree_view.current.name
-        await fill("app: --resume", _resume(made, rules, cursor))
+        await fill("app: --resume", lambda: _resume(made, rules, cursor))
     return cells
 
 
@@ -240,4 +246,6 @@ async def _resume(made: Made, rules: Any, cursor: str) -> str:
     return made.loader
 
 
-SCREENS = ("app: tree", "app: Memory", "app: Drift", "app: v", "app: e", "app: --resume")
+AT_FIRST = ("app: tree", "app: Memory", "app: Drift", "app: v", "app: e")
+"""The ways in the first run of the app, each of which needs what those before it have brought about."""
+SCREENS = (*AT_FIRST, "app: --resume")

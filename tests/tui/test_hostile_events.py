@@ -1,6 +1,7 @@
 """Whatever an engine tells, as long as the types are right: the app lives on, and nothing but text reaches the terminal.
 
-`python -m tests.tui.test_hostile_events SEED COUNT` goes on with other chances.
+`python -m tests.tui.test_hostile_events SEED COUNT` goes on with other chances and in a larger terminal as well, twice as long in
+each scene: `make fuzz` does it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from dtype_engine.worker.frames import WireError
 from dtype_engine.worker.messages import AnswerDecoder
 from dtype_tui.app import DtypeApp
 
-SEQUENCES = 12
+SEQUENCES = 6
+SIZES = ((80, 24), (120, 36))
 RULES = ("*=bfloat16", "*.mlp=float8_e4m3fn", "model.layers.2=float16")
 KEYS = (
     *"jklhud3soeipHmfgtvcxwnEWGazR[]{}<>,.:/?", "tab", "enter", "escape", "escape", "escape", "pageup", "pagedown", "end",
@@ -59,11 +61,13 @@ class Hostility:
             assert printable(line, len(line)) == line, "\n".join(lines(self._app))
 
 
-async def go_through(scene: str, seed: str, sequences: int, kind: type | None = None) -> None:
+async def go_through(
+    scene: str, seed: str, sequences: int, kind: type | None = None, size: tuple[int, int] = SIZES[0]
+) -> None:
     """Sequences of events in one scene, with a key in between now and then."""
     chance = random.Random(f"{scene} {seed}")
     app = make_app()
-    async with running(app, chance.choice(((120, 36), (80, 24)))) as pilot:
+    async with running(app, size) as pilot:
         if scene in SCENES:
             await SCENES[scene](app, pilot)
         hostility = Hostility(app, chance)
@@ -95,7 +99,7 @@ def main() -> None:
     for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
         for scene in ("before the model", *SCENES):
             try:
-                asyncio.run(go_through(scene, str(seed), SEQUENCES))
+                asyncio.run(go_through(scene, str(seed), 2 * SEQUENCES, size=SIZES[seed % 2]))
             except BaseException:
                 print(f"seed {seed}, {scene}", file=sys.stderr)
                 raise

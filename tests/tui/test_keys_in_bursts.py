@@ -102,7 +102,7 @@ async def test_bursts_at_random_do_what_their_keys_do_one_by_one(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("dtype_tui.main_screen.STOP_WAIT_S", 1e6)  # what the app does by the clock is another test's
     chance = random.Random(1)
-    bursts = ["".join(chance.choices(BURSTS.split(), k=chance.randint(1, 4))) for _ in range(40)]
+    bursts = ["".join(chance.choices(BURSTS.split(), k=chance.randint(1, 4))) for _ in range(20)]
 
     async def states(press: Any) -> list[dict[str, Any]]:
         app, seen = make_app(), []

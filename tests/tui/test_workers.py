@@ -58,17 +58,16 @@ def untimed(report: object) -> object:
     return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)  # type: ignore[type-var]
 
 
-async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process(net: Path) -> None:
+async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_one_process(net: Path) -> None:
     app = app_on(net, 2)
-    scan = app.controller.experiment.scan
+    experiment = app.controller.experiment
+    scan = experiment.scan
     async with opened(app) as pilot:
         slow(net, 0.05)
         await pilot.press("s", "enter")
         await until(pilot, lambda: re.search(rf"scan: 2 workers, 0 of {SEQUENCES}", screen(app)))
         await until(pilot, lambda: scan.report is not None, 120)
         await until(pilot, lambda: re.search(rf"scan: 2 workers, [1-5] of {SEQUENCES}", screen(app)))
-        assert isinstance(app.controller.engine, EngineProcess)
-        assert app.controller.engine.process_id is not None
         await pilot.press("escape")
         await until(pilot, lambda: not app.controller.activity.busy)
         assert notices(app)[-1] == "stopped: scan; s resumes it"
@@ -77,9 +76,33 @@ async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process
         assert 0 < done < SEQUENCES
         time.sleep(1.0)
         assert scan.report.sequences == done  # nothing works on
-        slow(net, 0)
+
+        slow(net, 0.2)
         await pilot.press("s")
-        await until(pilot, lambda: scan.finished and not app.controller.activity.busy)
+        await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))
+        await pilot.press("escape")  # the window with the scores so far
+        await until(pilot, lambda: len(workers_of(net)) == 2, 120)
+        workers = workers_of(net)
+        engine = app.controller.engine
+        assert isinstance(engine, EngineProcess)
+        assert engine.process_id is not None
+        psutil.Process(engine.process_id).kill()
+        await until(pilot, lambda: app.controller.life.error is not None)
+        assert any("s resumes the scan" in words for words in notices(app))
+        assert scan.report is not None
+        assert done <= scan.report.sequences < SEQUENCES
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert not alive
+        slow(net, 0)
+        await pilot.press("R")
+        await until(pilot, lambda: experiment.model.live and not app.controller.activity.busy)
+        slow(net, 0.05)
+        await pilot.press("s")
+        await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))
+        assert not app.controller.activity.what.startswith("scan: 2 workers, 0 of")
+        await pilot.press("escape")
+        slow(net, 0)
+        await until(pilot, lambda: scan.finished and not app.controller.activity.busy, 120)
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
     assert untimed(scan.report) == untimed(session.scan(scan.requested))
     # Another engine of another session goes on with what was kept: a pass would take a minute now.
@@ -140,33 +163,8 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         assert "all are already measured on these inputs" in notices(app)[-1]
 
 
-async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_gone(net: Path) -> None:
-    app = app_on(net, 2)
-    experiment = app.controller.experiment
-    async with opened(app) as pilot:
-        slow(net, 0.05)
-        await pilot.press("s", "enter")
-        await until(pilot, lambda: experiment.scan.report is not None, 120)
-        engine = app.controller.engine
-        assert isinstance(engine, EngineProcess)
-        assert engine.process_id is not None
-        workers = [process for process in psutil.process_iter() if _is_worker(process, net)]
-        psutil.Process(engine.process_id).kill()
-        await until(pilot, lambda: app.controller.life.error is not None)
-        assert any("s resumes the scan" in words for words in notices(app))
-        assert experiment.scan.report is not None
-        done = experiment.scan.report.sequences
-        _, alive = psutil.wait_procs(workers, timeout=60)
-        assert len(workers) == 2
-        assert not alive
-        await pilot.press("R")
-        await until(pilot, lambda: experiment.model.live and not app.controller.activity.busy)
-        assert 0 < done < SEQUENCES
-        await pilot.press("s")
-        await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))
-        assert not app.controller.activity.what.startswith("scan: 2 workers, 0 of")
-        slow(net, 0)
-        await until(pilot, lambda: experiment.scan.finished and not app.controller.activity.busy, 120)
+def workers_of(net: Path) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if _is_worker(process, net)]
 
 
 def _is_worker(process: psutil.Process, net: Path) -> bool:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import SCENES, bring_up
-from tests.helpers.screen_text import lines, screen
+from tests.helpers.screen_text import screen
 from textual.color import Color
 
 from dtype_engine.core.errors import UserError
@@ -177,23 +175,6 @@ def test_a_sign_that_one_character_would_falsify_has_two(line: str, drawn: str) 
     found = "".join(line_in_ascii(line))
     assert found == drawn
     assert len(found) == len(line)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCENES)
-async def test_every_scene_in_ascii_has_no_other_character_and_as_many_cells(name: str) -> None:
-    drawn: dict[str, list[str]] = {}
-    for setting in ("always", "never"):
-        app = make_app(config=Config(ascii=setting))
-        async with app.run_test(size=(80, 24)) as pilot:
-            await bring_up(name, app, pilot)
-            drawn[setting] = lines(app)
-    for plain, fancy in zip(drawn["always"], drawn["never"], strict=True):
-        assert plain.isascii()
-        assert "?" not in plain or "?" in fancy, f"a character that is in no table: {fancy}"
-        assert len(plain) == cell_len(fancy)
-        assert plain.count("+-") >= fancy.count("±")
-        assert plain.count("->") >= len(re.findall("(?<![←↑→↓])→(?![←↑→↓])", fancy))
 
 
 @pytest.mark.parametrize("text", ["", "abc", "▾ модель", "模型", "⣿⠀", "╭─╮│╰╯", "█▏ 45 dB", "é → ü", "\u200b"])

@@ -27,7 +27,7 @@ WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", 
 async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> None:
     app = make_app()
     recipe = app.controller.experiment.recipe
-    async with running(app) as pilot:
+    async with running(app, (80, 24)) as pilot:
         ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
         await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
         await pilot.press(key)
@@ -48,17 +48,19 @@ async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> 
 @pytest.mark.parametrize("first", WINDOW_KEYS)
 async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
     """The second is the window's own, although it was pressed before the window was there."""
-    for second in dict.fromkeys((first, "d", "e", "question_mark")):
-        app = make_app()
-        recipe = app.controller.experiment.recipe
-        async with running(app) as pilot:
-            ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
-            await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
+    app = make_app()
+    recipe = app.controller.experiment.recipe
+    async with running(app, (80, 24)) as pilot:
+        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+        await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
+        for second in dict.fromkeys((first, "d", "e", "question_mark")):
             for key in (first, second):
                 app.post_message(Key(key, key if len(key) == 1 else None))
             for _ in range(3):
                 await pilot.pause()
             assert len(app.screen_stack) <= 2, (first, second)
+            while len(app.screen_stack) > 1:
+                await pilot.press("escape")
 
 
 async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() -> None:

@@ -1,20 +1,14 @@
-"""What the app says: in a line of its own, kept, and over nothing."""
+"""What the app says: in a line of its own, and kept. `test_snapshots.py` has a message in every scene: it covers nothing."""
 
 from __future__ import annotations
 
 import pytest
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import SCENES, ready
+from tests.helpers.scenes import ready
 from tests.helpers.screen_text import notices, screen
 
 from dtype_tui import base_app
 from dtype_tui.config.config import Config
-from dtype_tui.widgets.message_line import MessageLine
-
-LONG = (
-    "rule 3: the pattern model.layers.*.mlp.down_projection takes nothing in this model; did you mean down_proj? " * 3
-)
-WINDOWS = [name for name in SCENES if name not in ("measuring", "failed", "as-stored")]
 
 
 async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,21 +50,3 @@ async def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             app.notify(f"number {number}")
             await pilot.pause()
         assert [each.message for each in app.messages] == ["number 6", "number 7", "number 8"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WINDOWS)
-async def test_a_message_covers_neither_the_keys_nor_a_windows_words(name: str) -> None:
-    app = make_app()
-    async with running(app, (80, 24)) as pilot:
-        await SCENES[name](app, pilot)
-        app.notify(LONG, severity="warning")
-        await pilot.pause()
-        await pilot.pause()
-        line = app.screen.query_one(MessageLine)
-        assert "⚠ rule 3: the pattern" in screen(app)
-        shown = [other for other in app.screen.children if other.display and other is not line and other.region]
-        if len(app.screen_stack) == 1:
-            assert app.main.side.region.contains_region(line.region), "only the end of the panes is covered"
-            shown = [other for other in shown if other.id != "main"]
-        assert not [other for other in shown if other.region.overlaps(line.region)]
