@@ -233,6 +233,23 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         assert engine(app).saves[-1] == ExportRequest(Path("new"))
 
 
+async def test_a_free_name_is_numbered_after_its_word(app: DtypeApp) -> None:
+    Path("demo-cast").mkdir()
+    Path("demo-report.html").touch()
+    async with running(app) as pilot:
+        await pilot.press("e")
+        assert app.screen.query_one(Input).value == "demo-cast-2", "demo-2-cast reads like the second version of demo"
+        await pilot.press("down", "down")
+        assert app.screen.query_one(Input).value == "demo-report-2.html"
+
+
+async def test_an_empty_path_is_asked_for(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("e", "ctrl+u", "enter")
+        assert notices(app)[-1] == "type the path of the new folder first"
+        assert isinstance(app.screen, SaveScreen)
+
+
 async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")

@@ -120,13 +120,18 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         """Whether this kind is written on another machine."""
         return bool(self._host) and self._kind in WRITTEN_THERE
 
+    @property
+    def _thing(self) -> str:
+        return "new folder" if self._kind == "checkpoint" else "new file"
+
     def _free_name(self) -> str:
         """A file name that does not exist in the working directory."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
+        word, dot, suffix = end.partition(".")
         number = 1
         while True:
-            name = f"{self._base}{end}" if number == 1 else f"{self._base}-{number}{end}"
+            name = f"{self._base}{end}" if number == 1 else f"{self._base}{word}-{number}{dot}{suffix}"
             if self._is_remote or not Path(name).exists():
                 return name
             number += 1
@@ -140,7 +145,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             shown = meaning if chosen or name not in TARGET_SUFFIXES else ""
             text.append(f"{shown}\n", style="" if chosen else "dim")
         place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
-        text.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}{place}", style="dim")
+        text.append(f"\nto a {self._thing}{place}", style="dim")
         return text
 
     def redraw(self) -> None:
@@ -207,6 +212,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def action_write(self) -> None:
         typed = self.query_one(LineInput).value.strip()
         if not typed:
+            self.notify(f"type the path of the {self._thing} first", severity="warning", markup=False)
             return
         if self._is_remote:
             self._checking = typed
