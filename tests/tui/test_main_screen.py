@@ -120,7 +120,7 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
 async def test_the_cast_prompt_completes_the_names_of_formats(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
-        await pilot.press("c")
+        await pilot.press("c", "end")
         field = app.query_one("#cast-input", Input)
         for _ in "bf16":
             await pilot.press("backspace")

@@ -198,7 +198,7 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         await pilot.press("enter")
         assert isinstance(app.screen, SaveScreen)
         assert "already exists: Enter again replaces it" in screen(app)
-        await pilot.press("x")
+        await pilot.press("end", "x")
         await pilot.pause()
         assert "Enter again" not in screen(app)
         await pilot.press("backspace", "enter", "enter")

@@ -202,7 +202,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def action_move(self, step: int) -> None:
         self._warned = self._checking = None
         super().action_move(step)
-        self.query_one(LineInput).put(self._free_name())
+        self.query_one(LineInput).put(self._free_name(), select=True)
 
     def _forget_warning(self, line: str) -> None:
         if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):

@@ -61,8 +61,8 @@ class BottomPrompt(Vertical):
     def is_open(self) -> bool:
         return self.has_class("open")
 
-    def show_with(self, text: str) -> None:
-        """Show the prompt with `text` in its line, and focus the line.
+    def show_with(self, text: str, select: bool = False) -> None:
+        """Show the prompt with `text` in its line, and focus the line. select: as in `LineInput.put`.
 
         Any other open prompt closes. Otherwise both would be in the same place, and one would return the focus to the other.
         """
@@ -72,7 +72,7 @@ class BottomPrompt(Vertical):
         if not self.is_open:
             self._focused_before = self.screen.focused
         self.add_class("open")
-        self.field.put(text)
+        self.field.put(text, select)
         self.screen.set_focus(self.field)
 
     def hint(self, words: Text) -> None:

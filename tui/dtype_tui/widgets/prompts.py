@@ -67,7 +67,7 @@ class CastPrompt(BottomPrompt):
         # Every pattern is more general than the one before, so if the first matches something, all do.
         self._steps = steps if self._matches_something(steps[0]) else steps[:1]
         self._step = 0
-        self.show_with(self._rule_text)
+        self.show_with(self._rule_text, select=True)
 
     def close(self) -> None:
         if self._timer is not None:
