@@ -152,6 +152,7 @@ class Windows:
                 lambda: experiment.results.losses.values,
                 controller.engine.host,
                 controller.engine.check_path,
+                experiment.model.path,
             ),
             lambda request: controller.save(request) if request is not None else None,
         )

@@ -53,10 +53,10 @@ def export(
     With --quantize-activations weights, the checkpoint declares that activations are quantised, for the formats whose runtimes do
     so. The model is run only for NVFP4, which stores a scale for the activations: the calibration inputs are run once to find it.
     """
+    from dtype_engine.checkpoint.export_folder import check_folder
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
     from dtype_engine.runtime.export.input_scales import needs_calibration
-    from dtype_engine.runtime.export.staging import check_folder
 
     source, recipe = request.locate(), request.recipe
     check_folder(folder, force, [source.path] if source.path is not None else [])

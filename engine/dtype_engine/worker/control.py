@@ -63,6 +63,7 @@ class CheckPath(Message, frozen=True):
     """Requests what `Engine.check_path` emits."""
 
     path: str
+    for_export: bool
 
 
 class Close(Message, frozen=True):

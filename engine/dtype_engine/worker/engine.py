@@ -38,8 +38,10 @@ class Engine(ABC):
         """Emit what an export of the current recipe would write, once the model is open. This does not wait for commands."""
 
     @abstractmethod
-    def check_path(self, path: str) -> None:
-        """Emit whether a path is taken on the machine that would write there. This does not wait for anything."""
+    def check_path(self, path: str, for_export: bool) -> None:
+        """Emit whether a path is taken on the machine that would write there: a folder for an export, otherwise a file. This does
+        not wait for anything.
+        """
 
     @abstractmethod
     def close(self) -> None:

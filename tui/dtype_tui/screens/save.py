@@ -13,8 +13,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
+from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core import dtypes
-from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
@@ -70,10 +70,11 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         drift: DriftReport | None,
         lost: Callable[[], Losses | None] = lambda: None,
         host: str = "",
-        check_path: Callable[[str], None] = lambda path: None,
+        check_path: Callable[[str, bool], None] = lambda path, for_export: None,
+        source: Path | None = None,
     ) -> None:
         """rules: how many rules the recipe has. drift: the current measurement. lost: returns the weights whose casts lose values;
-        None while unknown. host, check_path: as in `Engine`.
+        None while unknown. host, check_path: as in `Engine`. source: where the model is on this machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
@@ -84,6 +85,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._lost = lost
         self._host = host
         self._check_path = check_path
+        self._source = source
         self._checking: str | None = None
         """The path that an engine elsewhere is checking; None if there is none."""
 
@@ -216,11 +218,11 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             return
         if self._is_remote:
             self._checking = typed
-            self._check_path(typed)
+            self._check_path(typed, self._kind == "checkpoint")
             self.redraw()
             return
         try:
-            taken = is_taken(typed)
+            taken = check_typed_path(typed, self._kind == "checkpoint", self._source)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
         else:
