@@ -76,8 +76,8 @@ class RecordingEngine(Engine):
     def plan_export(self) -> None:
         self.commands.append("plan export")
 
-    def check_path(self, path: str) -> None:
-        self.commands.append(f"check {path}")
+    def check_path(self, path: str, for_export: bool) -> None:
+        self.commands.append(f"check {path}{' for an export' if for_export else ''}")
 
     def save(self, request: SaveRequest) -> None:
         self.commands.append("save")

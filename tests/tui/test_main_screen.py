@@ -120,7 +120,7 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
 async def test_the_cast_prompt_completes_the_names_of_formats(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
-        await pilot.press("c")
+        await pilot.press("c", "end")
         field = app.query_one("#cast-input", Input)
         for _ in "bf16":
             await pilot.press("backspace")
@@ -205,6 +205,24 @@ async def test_a_rule_that_takes_nothing_is_not_put_in_force(app: DtypeApp) -> N
         assert "matches nothing in this model" in notices(app)[-1]
         assert engine(app).recipes == []
         assert app.controller.experiment.recipe.rules == ()
+
+
+async def test_a_long_refusal_is_shown_to_its_end(app: DtypeApp) -> None:
+    async with running(app, SMALL) as pilot:
+        await pilot.press("c")
+        height = app.query_one("#cast").size.height
+        for text, says in {
+            "model.layers[0]=bf16": "the nearest is model.layers",
+            "*.mlp:bf16": "write PATTERN=DTYPE, for example '*.mlp=bfloat16'",
+        }.items():
+            app.query_one("#cast-input", Input).value = text
+            await pilot.press("enter")
+            await pilot.pause()
+            assert says in " ".join(screen(app).split())
+            assert "cast PATTERN=DTYPE" in screen(app)
+        app.query_one("#cast-input", Input).value = "*.mlp=bf16"
+        await until(pilot, lambda: "matches 18 tensors" in screen(app))
+        assert app.query_one("#cast").size.height == height
 
 
 async def test_a_rule_that_changes_no_dtype_keeps_what_was_measured(app: DtypeApp) -> None:

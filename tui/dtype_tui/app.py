@@ -57,7 +57,7 @@ class DtypeApp(BaseApp[None]):
         self.launch = launch
         self.set_keymap(dict(launch.config.keys))
         experiment = Experiment(
-            ModelFacts(launch.title, has_tree=launch.tree is not None, partial=launch.partial),
+            ModelFacts(launch.title, has_tree=launch.tree is not None, partial=launch.partial, path=launch.path),
             launch.tree if launch.tree is not None else Tree(()),
             settings=launch.settings,
             thresholds=launch.thresholds,

@@ -71,7 +71,7 @@ class Windows:
         """Open the plot of drift over depth, and measure the causes of the drift if they are unknown."""
         controller, experiment = self._controller, self._experiment
         if experiment.results.report is None:
-            why = experiment.model.no_forward or "the causes of a drift can be found once it is measured"
+            why = experiment.model.no_forward or "causes need a complete measurement: m measures"
             controller.notify(why, "information")
             return
         if experiment.results.causes is None:
@@ -152,6 +152,7 @@ class Windows:
                 lambda: experiment.results.losses.values,
                 controller.engine.host,
                 controller.engine.check_path,
+                experiment.model.path,
             ),
             lambda request: controller.save(request) if request is not None else None,
         )

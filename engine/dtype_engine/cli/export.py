@@ -53,10 +53,10 @@ def export(
     With --quantize-activations weights, the checkpoint tells runtimes to quantise activations too, for the formats that support it.
     Only NVFP4 requires running the model: one pass over the calibration inputs measures the activation scales that NVFP4 stores.
     """
+    from dtype_engine.checkpoint.export_folder import check_folder
     from dtype_engine.runtime.export import export as write
     from dtype_engine.runtime.export import of_checkpoint
     from dtype_engine.runtime.export.input_scales import needs_calibration
-    from dtype_engine.runtime.export.staging import check_folder
 
     source, recipe = request.locate(), request.recipe
     check_folder(folder, force, [source.path] if source.path is not None else [])

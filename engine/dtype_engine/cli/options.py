@@ -229,6 +229,15 @@ class ModelCommand(click.Command):
         self._checks_inputs = checks_inputs
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse as click does. The error for a rule without its option names the option."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            if "casts" in self._shared and "extra argument" in error.message and "=" in error.message:
+                raise click.UsageError(f"{error.message}; rules are given as --cast PATTERN=DTYPE", ctx) from None
+            raise
+
     def invoke(self, ctx: click.Context) -> Any:
         """Build the `RunRequest` and call the command's function. Raises UserError for invalid options."""
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal

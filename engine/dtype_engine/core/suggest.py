@@ -9,11 +9,11 @@ _LONGEST = 200
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name most similar to `word`, or None if no similarity (0 to 1, as `difflib` defines it) reaches `cutoff`."""
+    """Return the known name most similar to `word` in lower case, or None if no similarity (0 to 1, by `difflib`) is `cutoff`."""
     import difflib  # imported only when there is a mistake to correct
 
     if len(word) > _LONGEST:
         return None
-    return next(
-        iter(difflib.get_close_matches(word, [name for name in known if len(name) <= _LONGEST], 1, cutoff)), None
-    )
+    by_lower = {name.lower(): name for name in known if len(name) <= _LONGEST}
+    found = difflib.get_close_matches(word.lower(), by_lower, 1, cutoff)
+    return by_lower[found[0]] if found else None

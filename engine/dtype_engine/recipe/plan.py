@@ -12,7 +12,7 @@ from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Tree
 from dtype_engine.core.units import human_bytes, plural
-from dtype_engine.recipe.pattern import Pattern, compile_pattern
+from dtype_engine.recipe.pattern import Pattern, compile_pattern, generalisations
 from dtype_engine.recipe.regexes import shortened, time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 
@@ -240,6 +240,8 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
     return plan
 
 
+_MOST_NAMES = 20_000
+"""Most names that a mistyped pattern is compared with, which takes a second."""
 NO_CLASSES = "but this model's architecture is unknown: put a config.json that names a known one next to its files"
 
 
@@ -266,7 +268,9 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
         known = sorted({module.class_name for module in tree.modules.values() if module.class_name})
         wanted, prefix = pattern.removeprefix("type:"), "type:"
     else:
-        known, wanted, prefix = [*tree.modules, *tree.tensors], pattern, ""
-    near = nearest(wanted, known[:20_000])
+        known, wanted, prefix = [*tree.modules, *tree.tensors][:_MOST_NAMES], pattern, ""
+        if "*" in pattern:  # compared with the patterns that select something
+            known = list({step for name in known for step in generalisations(name) if "*" in step})
+    near = nearest(wanted, known[:_MOST_NAMES])
     hint = f"; the nearest is {prefix}{near}" if near else ""
     return f"pattern {shortened(pattern)} matches nothing in this model{hint}"

@@ -25,9 +25,11 @@ class Rule:
     """A name in `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`."""
 
     @classmethod
-    def make(cls, pattern: str, dtype: str) -> Rule:
-        """Make a rule from a pattern and a dtype in any spelling. Raises UserError if either is invalid."""
-        return cls(compile_pattern(pattern).text, dtypes.parse_target(dtype))
+    def make(cls, pattern: str, dtype: object) -> Rule:
+        """Make a rule from a pattern and a dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is
+        invalid.
+        """
+        return cls(compile_pattern(pattern).text, dtypes.parse_target(str(dtype)))
 
     @classmethod
     def parse(cls, text: str) -> Rule:

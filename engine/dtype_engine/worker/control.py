@@ -63,6 +63,7 @@ class CheckPath(Message, frozen=True):
     """Requests the event of `Engine.check_path`."""
 
     path: str
+    for_export: bool
 
 
 class Close(Message, frozen=True):

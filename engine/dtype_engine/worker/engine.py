@@ -38,8 +38,10 @@ class Engine(ABC):
         """Emit an event that says what an export of the current recipe would write. This waits for the model, not for commands."""
 
     @abstractmethod
-    def check_path(self, path: str) -> None:
-        """Emit, at once, an event that says whether the path already exists on the machine that would write to it."""
+    def check_path(self, path: str, for_export: bool) -> None:
+        """Emit, at once, an event that says whether the path is taken on the machine that would write it. for_export: whether the
+        path is a folder for an export; otherwise it is a file.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -161,9 +161,9 @@ class EngineProcess(Engine):
         with self._lock:
             self._send(control.PlanExport())
 
-    def check_path(self, path: str) -> None:
+    def check_path(self, path: str, for_export: bool) -> None:
         with self._lock:
-            self._send(control.CheckPath(path))
+            self._send(control.CheckPath(path, for_export))
 
     def close(self) -> None:
         with self._lock:

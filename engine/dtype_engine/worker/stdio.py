@@ -144,7 +144,7 @@ class EngineServer:
             case control.PlanExport():
                 worker.plan_export()
             case control.CheckPath():
-                worker.check_path(request.path)
+                worker.check_path(request.path, request.for_export)
             case _:
                 worker.request(request)  # type: ignore[arg-type]
         self._requests += 1

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
-from dtype_engine.core.atomic_write import is_taken
+from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, KernelError, UserError, one_line
 from dtype_engine.core.options import Options
@@ -96,9 +96,9 @@ class Worker(Engine):
         self._planning.append(thread)
         thread.start()
 
-    def check_path(self, path: str) -> None:
+    def check_path(self, path: str, for_export: bool) -> None:
         try:
-            self._emit(events.PathChecked(path, is_taken(path)))
+            self._emit(events.PathChecked(path, check_typed_path(path, for_export, self._source.path)))
         except UserError as error:
             self._emit(events.PathChecked(path, False, error.sentence))
 

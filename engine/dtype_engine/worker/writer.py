@@ -147,8 +147,8 @@ def _contents_to_write(context: SaveContext) -> Contents:
 
 
 def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
+    from dtype_engine.checkpoint.export_folder import check_folder
     from dtype_engine.runtime.export import export
-    from dtype_engine.runtime.export.staging import check_folder
 
     source = context.model.source
     check_folder(request.folder, request.replace, [source.path] if source.path is not None else [])

@@ -37,6 +37,7 @@ def test_a_model_is_opened_with_the_same_options_by_every_command(name: str) -> 
         (["inspect", "--weights", "x.pth"], "--weights goes with the code of a model"),
         (["weights", "--weights", "x.pth"], "--weights goes with the code of a model"),
         (["inspect", "{net}", "--architecture", "BertModel"], "makes its own module"),
+        (["drift", "{net}", "*.mlp=bf16"], "extra argument (*.mlp=bf16); rules are given as --cast PATTERN=DTYPE"),
     ],
 )
 def test_an_option_that_does_not_go_with_the_model_is_refused(

@@ -153,6 +153,18 @@ def test_rules_that_take_nothing_are_told_with_the_nearest_name() -> None:
         require_matches(TREE, Recipe((Rule("type:Linaer", "float16"),)))
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [("*.mpl", "*.mlp"), ("*.MLP", "*.mlp"), ("Model.Layers.0.mlp", "model.layers.0.mlp"), ("model.layers.*.mpl", "")],
+)
+def test_a_mistyped_pattern_is_told_with_the_nearest_pattern(typed: str, meant: str) -> None:
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(3) for part in ("mlp.up", "mlp.down", "norm")]
+    tree = Tree([TensorInfo(name, (4, 4), "float32") for name in names])
+    with pytest.raises(UserError) as refused:
+        require_matches(tree, Recipe((Rule(typed, "float16"),)))
+    assert str(refused.value).endswith(f"the nearest is {meant or 'model.layers.*.mlp'}")
+
+
 def test_rules_by_class_wait_until_classes_are_known() -> None:
     plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
     assert plan.pending_classes == (0,)

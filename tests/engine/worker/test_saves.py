@@ -60,20 +60,32 @@ def save(recorded: RecordedEngine, request: SaveRequest) -> events.Saved:
     return recorded.wait_for(events.Saved, since=start)
 
 
-def test_what_is_at_a_path_is_told_while_something_runs(recorded: RecordedEngine, tmp_path: Path) -> None:
+def test_what_is_at_a_path_is_told_while_something_runs(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     recorded.worker.request(Measure())
-    for name, taken in (("full", True), ("full/file", True), ("empty", False), ("none", False), ("link", True)):
+    in_it = "is a folder; name a file in it"
+    for name, taken, reason in (
+        ("full", False, in_it), ("full/file", True, ""), ("empty", False, in_it), ("none", False, ""), ("link", True, ""),
+    ):  # fmt: skip
         start, path = len(recorded.events), str(tmp_path / name)
-        recorded.worker.check_path(path)
-        assert recorded.wait_for(events.PathChecked, since=start) == events.PathChecked(path, taken)
+        recorded.worker.check_path(path, False)
+        checked = recorded.wait_for(events.PathChecked, since=start)
+        assert checked == events.PathChecked(path, taken, reason and f"{path} {reason}")
     start = len(recorded.events)
-    recorded.worker.check_path("x" * 5000)
+    recorded.worker.check_path("x" * 5000, False)
     checked = recorded.wait_for(events.PathChecked, since=start)
     assert (checked.taken, "File name too long" in checked.reason) == (False, True)
+    for place, says in (
+        (tmp_path / "full", "has no recipe.yaml of an export"), (folder, "holds the model"), (tmp_path / "empty", ""),
+    ):  # fmt: skip
+        start = len(recorded.events)
+        recorded.worker.check_path(str(place), True)
+        checked = recorded.wait_for(events.PathChecked, since=start)
+        assert says in checked.reason
+        assert bool(says) == bool(checked.reason)
 
 
 def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.helpers.recording_engine import engine, make_app, report, running, say
-from tests.helpers.screen_text import screen, until
+from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.checkpoint.source import locate
@@ -59,6 +59,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
     async with running(app, size) as pilot:
         await pilot.press("d")
         assert not isinstance(app.screen, CausesScreen)
+        assert notices(app)[-1] == "causes need a complete measurement: m measures"
         await measured(app, pilot)
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)

@@ -198,7 +198,7 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         await pilot.press("enter")
         assert isinstance(app.screen, SaveScreen)
         assert "already exists: Enter again replaces it" in screen(app)
-        await pilot.press("x")
+        await pilot.press("end", "x")
         await pilot.pause()
         assert "Enter again" not in screen(app)
         await pilot.press("backspace", "enter", "enter")
@@ -213,7 +213,7 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         await pilot.press("e")
         app.screen.query_one(Input).value = "~/out"
         await pilot.press("enter")
-        assert engine(app).commands[-1] == "check ~/out"
+        assert engine(app).commands[-1] == "check ~/out for an export"
         assert "checking whether ~/out exists on box" in screen(app)
         await say(app, pilot, events.PathChecked("~/other", True))
         assert "checking" in screen(app), "that is about another path"
@@ -231,6 +231,50 @@ async def test_an_engine_elsewhere_is_asked_what_is_there_already(
         await pilot.press("enter")
         await say(app, pilot, events.PathChecked("new", False))
         assert engine(app).saves[-1] == ExportRequest(Path("new"))
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("../model", "holds the model that is to be exported"),
+        ("../other", "has no recipe.yaml of an export, so it is no export and is not replaced"),
+        ("../link", "is a link to the folder"),
+        ("nowhere/out", "there is no folder"),
+    ],
+)
+async def test_a_place_that_can_not_be_exported_to_is_refused_at_once(tmp_path: Path, path: str, says: str) -> None:
+    for name in ("model", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "other")
+    app = make_app(path=tmp_path / "model")
+    async with running(app) as pilot:
+        await pilot.press("e", *path, "enter")
+        await pilot.pause()
+        assert says in notices(app)[-1]
+        assert isinstance(app.screen, SaveScreen)
+        assert "Enter again" not in screen(app)
+        await pilot.press("down", *"nowhere/file", "enter")
+        assert "there is no folder" in notices(app)[-1]
+        assert isinstance(app.screen, SaveScreen)
+        assert engine(app).saves == []
+
+
+async def test_a_free_name_is_numbered_after_its_word(app: DtypeApp) -> None:
+    Path("demo-cast").mkdir()
+    Path("demo-report.html").touch()
+    async with running(app) as pilot:
+        await pilot.press("e")
+        assert app.screen.query_one(Input).value == "demo-cast-2", "demo-2-cast reads like the second version of demo"
+        await pilot.press("down", "down")
+        assert app.screen.query_one(Input).value == "demo-report-2.html"
+
+
+async def test_an_empty_path_is_asked_for(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("e", "ctrl+u", "enter")
+        assert notices(app)[-1] == "type the path of the new folder first"
+        assert isinstance(app.screen, SaveScreen)
 
 
 async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:

@@ -198,6 +198,25 @@ async def test_what_a_line_does_not_take_of_a_paste_is_said(pasted: str, taken: 
         assert notices(app) == said
 
 
+async def test_typing_replaces_what_a_prompt_suggests_and_moving_keeps_it() -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        for key in ("c", "e"):
+            await pilot.press(key)
+            field = app.focused
+            assert isinstance(field, LineInput)
+            suggested = field.value
+            await pilot.press("end", "x")
+            assert field.value == f"{suggested}x"
+            await pilot.press("escape", key, *"*.mlp")
+            assert isinstance(app.focused, LineInput)
+            assert app.focused.value == "*.mlp"
+            await pilot.press("escape")
+        await pilot.press("c", "tab", "shift+tab", "x")
+        assert isinstance(app.focused, LineInput)
+        assert app.focused.value == "*=bf16x", "a pattern that was chosen by Tab is the user's"
+
+
 MOVES = [
     *("left", "right", "home", "end", "shift+left", "shift+right", "shift+home", "shift+end", "alt+b", "alt+f"),
     *("ctrl+left", "ctrl+right", "ctrl+shift+left", "ctrl+shift+right", "ctrl+a", "ctrl+e", "ctrl+shift+a"),

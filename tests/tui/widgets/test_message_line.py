@@ -9,6 +9,7 @@ from tests.helpers.screen_text import notices, screen
 
 from dtype_tui import base_app
 from dtype_tui.config.config import Config
+from dtype_tui.widgets.message_line import MessageLine
 
 
 async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,6 +27,19 @@ async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(mo
         await pilot.press("M")
         await pilot.pause()
         assert "nothing left to undo" in screen(app), "it can be read again"
+
+
+@pytest.mark.parametrize("key", ["e", "s"])
+async def test_a_message_that_is_there_when_a_window_opens_holds_no_words_of_the_window(key: str) -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("2", "2", key)
+        await pilot.pause()
+        await pilot.pause()
+        said = notices(app)[-1]
+        assert "already applied" in said
+        assert str(app.screen.query_one(MessageLine).content) == said
 
 
 @pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])

@@ -129,6 +129,7 @@ def command(
     launch = Launch(
         opening.title,
         opening.tree,
+        path=opening.path,
         partial=opening.partial,
         settings=options.settings,
         thresholds=thresholds_from(limits),

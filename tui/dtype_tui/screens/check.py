@@ -19,7 +19,8 @@ def check_screen(report: CheckReport, width: int) -> Overlay:
     """Return a window with the findings of each kind, and why they matter. width: of the screen, in cells."""
     read = f"{plural(report.tensors, 'header')} and {plural(report.scales, 'tensor')} of scales were read"
     words = Text(
-        "No problems were found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n", style="bold"
+        "No problems were found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n",
+        style="bold",
     )
     words.append(f"{report.coverage}; {read}" if report.coverage is not None else read, style="dim")
     for sentence in report.unchecked:

@@ -49,13 +49,18 @@ class ChoiceScreen(ModalScreen[Result]):
     def on_resize(self) -> None:
         self.call_after_refresh(self.redraw)
 
+    @property
+    def lines(self) -> Static:
+        """The widget that shows the lines. The message line may be mounted before it and is a Static too."""
+        return self.query_one("VerticalScroll > Static", Static)
+
     def draw(self) -> Text:
         """Return the text of all lines, each of which begins with its `marker`."""
         raise NotImplementedError
 
     def redraw(self) -> None:
         """Draw the lines again."""
-        self.query_one(Static).update(self.draw())
+        self.lines.update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
         """Return (text, style) of the marker at the beginning of a line."""

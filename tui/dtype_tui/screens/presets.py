@@ -7,7 +7,6 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
-from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
@@ -51,7 +50,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
             self.redraw()
 
     def draw(self) -> Text:
-        width = max(40, self.query_one(Static).size.width)
+        width = max(40, self.lines.size.width)
         text = Text()
         for index, name in enumerate(PRESETS):
             effect = self.effects[index] if index < len(self.effects) else None

@@ -13,8 +13,8 @@ from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
+from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core import dtypes
-from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
@@ -70,10 +70,12 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         drift: DriftReport | None,
         lost: Callable[[], Losses | None] = lambda: None,
         host: str = "",
-        check_path: Callable[[str], None] = lambda path: None,
+        check_path: Callable[[str, bool], None] = lambda path, for_export: None,
+        source: Path | None = None,
     ) -> None:
         """rules: number of rules in the recipe. drift: the current measurement. lost: returns the weights whose casts lose values,
-        or None while these are unknown. host, check_path: as in `Engine`.
+        or None while these are unknown. host, check_path: as in `Engine`. source: the model's path on this
+        machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
@@ -84,6 +86,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._lost = lost
         self._host = host
         self._check_path = check_path
+        self._source = source
         self._checking: str | None = None
         """The path that an engine on another machine is checking, or None if it checks none."""
 
@@ -120,13 +123,18 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         """Whether this kind is written on another machine."""
         return bool(self._host) and self._kind in WRITTEN_THERE
 
+    @property
+    def _thing(self) -> str:
+        return "new folder" if self._kind == "checkpoint" else "new file"
+
     def _free_name(self) -> str:
         """Return a file name that does not exist in the working directory."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
+        word, dot, suffix = end.partition(".")
         number = 1
         while True:
-            name = f"{self._base}{end}" if number == 1 else f"{self._base}-{number}{end}"
+            name = f"{self._base}{end}" if number == 1 else f"{self._base}{word}-{number}{dot}{suffix}"
             if self._is_remote or not Path(name).exists():
                 return name
             number += 1
@@ -140,7 +148,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             shown = meaning if chosen or name not in TARGET_SUFFIXES else ""
             text.append(f"{shown}\n", style="" if chosen else "dim")
         place = f" on {self._host}" if self._is_remote else " here" if self._host else ""
-        text.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}{place}", style="dim")
+        text.append(f"\nto a {self._thing}{place}", style="dim")
         return text
 
     def redraw(self) -> None:
@@ -197,7 +205,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def action_move(self, step: int) -> None:
         self._warned = self._checking = None
         super().action_move(step)
-        self.query_one(LineInput).put(self._free_name())
+        self.query_one(LineInput).put(self._free_name(), select=True)
 
     def _forget_warning(self, line: str) -> None:
         if any(path not in (None, line.strip()) for path in (self._warned, self._checking)):
@@ -207,14 +215,15 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def action_write(self) -> None:
         typed = self.query_one(LineInput).value.strip()
         if not typed:
+            self.notify(f"type the path of the {self._thing} first", severity="warning", markup=False)
             return
         if self._is_remote:
             self._checking = typed
-            self._check_path(typed)
+            self._check_path(typed, self._kind == "checkpoint")
             self.redraw()
             return
         try:
-            taken = is_taken(typed)
+            taken = check_typed_path(typed, self._kind == "checkpoint", self._source)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
         else:

@@ -8,7 +8,6 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
-from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
@@ -85,7 +84,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
                 text.append(" ")
             text.append("\n")
             if index == self.index:
-                for line in textwrap.wrap(meaning, max(20, self.query_one(Static).size.width - 4)):
+                for line in textwrap.wrap(meaning, max(20, self.lines.size.width - 4)):
                     text.append(f"    {line}\n", style="dim")
         return text
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.options import RunSettings
@@ -51,6 +52,8 @@ class ModelFacts:
     """Whether the engine has opened the model."""
     has_tree: bool = True
     """Whether the modules and tensors are known. The tree is empty until then."""
+    path: Path | None = None
+    """Where the model is on this machine."""
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.options import RunSettings
@@ -24,6 +25,8 @@ class Launch:
     title: str
     tree: Tree | None = None
     """The module tree from the headers that have been read, or None if the tree is unknown until the model is open."""
+    path: Path | None = None
+    """Where the model is on this machine."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = field(default_factory=RunSettings)

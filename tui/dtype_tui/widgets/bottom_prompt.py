@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ from dtype_tui.widgets.line_input import LineInput
 if TYPE_CHECKING:
     from dtype_tui.state.preview import Preview
 
+_MOST_LINES = 4
+"""Most lines of a hint."""
+
 
 class BottomPrompt(Vertical):
     """An input line with a hint below it, which says what the text would do. It is hidden until opened. Only one prompt is open.
@@ -26,7 +30,7 @@ class BottomPrompt(Vertical):
     """
 
     DEFAULT_CSS = """
-    BottomPrompt { dock: bottom; height: 2; display: none; background: $surface; }
+    BottomPrompt { dock: bottom; height: auto; display: none; background: $surface; }
     BottomPrompt.open { display: block; }
     BottomPrompt Static { height: 1; }
     BottomPrompt Input { margin: 0 1; }
@@ -44,6 +48,7 @@ class BottomPrompt(Vertical):
         """The input line."""
         self.field.cursor_blink = False  # every blink costs bytes on a slow connection
         self._focused_before: Widget | None = None
+        self._hint_lines = 1
 
     def compose(self) -> ComposeResult:
         yield self.field
@@ -61,8 +66,8 @@ class BottomPrompt(Vertical):
     def is_open(self) -> bool:
         return self.has_class("open")
 
-    def show_with(self, text: str) -> None:
-        """Show the prompt with `text` in its line, and focus the line.
+    def show_with(self, text: str, select: bool = False) -> None:
+        """Show the prompt with `text` in its line, and focus the line. select: as in `LineInput.put`.
 
         Any other open prompt closes. Otherwise both would be in the same place, and one would return the focus to the other.
         """
@@ -72,12 +77,19 @@ class BottomPrompt(Vertical):
         if not self.is_open:
             self._focused_before = self.screen.focused
         self.add_class("open")
-        self.field.put(text)
+        self.field.put(text, select)
         self.screen.set_focus(self.field)
 
     def hint(self, words: Text) -> None:
-        """Replace the hint."""
-        self.query_one(f"#{self.id}-hint", Static).update(words, layout=False)
+        """Replace the hint. It is as high as its words need, up to _MOST_LINES, unless they have `no_wrap`."""
+        lines = [words.plain] if words.no_wrap else textwrap.wrap(words.plain.strip(), max(20, self.app.size.width - 2))
+        if len(lines) > 1:
+            words = Text("\n".join(f" {line}" for line in lines[:_MOST_LINES]), style=words.style)
+        widget = self.query_one(f"#{self.id}-hint", Static)
+        widget.update(words, layout=False)
+        needed = min(_MOST_LINES, max(1, len(lines)))
+        if needed != self._hint_lines:
+            self._hint_lines = widget.styles.height = needed
 
     def close(self) -> None:
         """Hide the prompt and its preview in the tree, and return the focus to the widget that had it before."""

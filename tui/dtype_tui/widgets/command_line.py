@@ -103,7 +103,7 @@ class CommandLine(BottomPrompt):
                 words.append(f" {preview_words(shown)}")
         except UserError as error:
             if line.strip() and not self.completer(line):
-                words.append(f" {error}", style="bold")
+                words = Text(f" {error}", style="bold")
         if not words:
             self._suggest(words, line)
         self.hint(words)

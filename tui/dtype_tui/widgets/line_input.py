@@ -8,6 +8,7 @@ from typing import ClassVar
 from textual.binding import Binding, BindingType
 from textual.events import Paste
 from textual.widgets import Input
+from textual.widgets.input import Selection
 
 
 class LineInput(Input):
@@ -56,7 +57,12 @@ class LineInput(Input):
                 f"pasted the first line; the {rest} left out: paste one at a time", severity="warning", markup=False
             )
 
-    def put(self, text: str) -> None:
-        """Replace the text, and move the cursor to its end."""
+    def action_copy(self) -> None:
+        """Copy the selected text. Say what quits too, since Ctrl+C may mean that while a suggested text is selected."""
+        super().action_copy()
+        self.app.action_help_quit()
+
+    def put(self, text: str, select: bool = False) -> None:
+        """Replace the text, and move the cursor to its end. select: also select the text, so that typing replaces it."""
         self.value = text
-        self.cursor_position = len(text)
+        self.selection = Selection(0 if select else len(text), len(text))

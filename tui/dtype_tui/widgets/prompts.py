@@ -35,8 +35,6 @@ class CastPrompt(BottomPrompt):
         "model.layers.*.mlp, *.mlp, type:LlamaMLP."
     )
 
-    DEFAULT_CSS = "CastPrompt { height: 3; }"
-
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("tab", "generalise(1)", "More general", priority=True, show=False),
         Binding("shift+tab", "generalise(-1)", "Less general", priority=True, show=False),
@@ -67,7 +65,7 @@ class CastPrompt(BottomPrompt):
         # Every pattern is more general than the one before, so if the first matches something, all do.
         self._steps = steps if self._matches_something(steps[0]) else steps[:1]
         self._step = 0
-        self.show_with(self._rule_text)
+        self.show_with(self._rule_text, select=True)
 
     def close(self) -> None:
         if self._timer is not None:
@@ -120,7 +118,7 @@ class CastPrompt(BottomPrompt):
             begun = self.field.value.rpartition("=")[2].strip()
             names = dtypes.completions(begun) if begun and not _is_target(begun) else []
             words = f"Tab: {'  '.join(names)}" if names else str(error)
-            self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=True, overflow="ellipsis"))
+            self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=bool(names), overflow="ellipsis"))
         else:
             self.hint(Text(f" {preview_words(shown)}"))
         self.post_message(self.Previewed(shown))

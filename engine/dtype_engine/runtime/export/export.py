@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
+from dtype_engine.checkpoint.export_folder import check_folder
 from dtype_engine.checkpoint.prequantized import SCALED_KEY, SHAPE_KEY
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -24,7 +25,7 @@ from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
 from dtype_engine.runtime.export.readme import by_dtype, readme
-from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
+from dtype_engine.runtime.export.staging import copy_sidecars, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 
 OnBytes = Callable[[int, int], None]

@@ -8,7 +8,7 @@ import fnmatch
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +16,8 @@ from dtype_engine.checkpoint import resolve_inside
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
-from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.runtime.export.ownership import missing_mark
 
 ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -32,40 +30,6 @@ ALONG = (
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
 """Number of bytes reserved for headers and small files."""
-
-
-def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to `target`; returns the absolute path. Raises UserError if the folder is not empty or
-    can't be created.
-
-    force: whether to replace an existing export of this program. Other folders are never replaced, nor is a folder that holds any
-    of the files in `keep`, nor the current working directory.
-    """
-    target = target.expanduser().absolute()
-    if not target.name:
-        raise UserError(f"{target} can't be exported to: name a new folder")
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise UserError(f"{target} exists and is no folder; name another one")
-    if target.is_dir() and any(target.iterdir()):
-        if not force:
-            raise UserError(f"{target} exists and is not empty; name another folder{hint('replace')}")
-        _refuse_to_replace(target, keep)
-    if not target.parent.is_dir():
-        raise UserError(f"there is no folder {target.parent} to export to")
-    return target
-
-
-def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
-    real = target.resolve()
-    if any(file.resolve().is_relative_to(real) or file.absolute().is_relative_to(target) for file in keep):
-        raise UserError(
-            f"{target} holds the model that is to be exported, and that is never replaced; name another folder"
-        )
-    if Path.cwd().is_relative_to(real):
-        raise UserError(f"{target} is the folder that this runs in, and is not replaced; name another one")
-    objection = "is a mount point" if os.path.ismount(target) else missing_mark(target)
-    if objection is not None:
-        raise UserError(f"{target} {printable(objection)}, so it is no export and is not replaced; name another one")
 
 
 @contextmanager

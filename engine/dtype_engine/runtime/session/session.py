@@ -56,6 +56,8 @@ from dtype_engine.search.sensitivity import predict, scalar_drift
 from dtype_engine.search.solve import solve
 
 if TYPE_CHECKING:
+    import torch
+
     from dtype_engine.runtime.export import Contents
 
 show_in_notebooks()
@@ -166,12 +168,12 @@ class Session:
         return self._casting.plan
 
     @reading_weights
-    def cast(self, pattern: str, dtype: str) -> Plan:
+    def cast(self, pattern: str, dtype: str | torch.dtype) -> Plan:
         """Add a rule to the recipe, and cast the tensors that match it in place.
 
         Args:
             pattern: Names of modules or tensors, with wildcards, or `type:` and a class, or `re:` and a regular expression.
-            dtype: The dtype to cast to: a name or short name, or "stored".
+            dtype: The dtype to cast to: a name or short name, a `torch.dtype`, or "stored".
 
         Returns:
             The plan of all rules, of which the new one is the last.

@@ -33,6 +33,15 @@ def test_the_words_of_the_public_api(tinynet: Any) -> None:
     assert tinynet.drift().output.max_abs == 0
 
 
+def test_a_cast_takes_a_dtype_of_torch(tinynet: Any) -> None:
+    tinynet.cast("*.bias", torch.bfloat16)
+    tinynet.cast("head", torch.float8_e4m3fn)
+    assert tinynet.recipe == Recipe((Rule("*.bias", "bfloat16"), Rule.make("head", torch.float8_e4m3fn)))
+    assert tinynet.plan.dtypes["head.weight"] == "float8_e4m3fn"
+    with pytest.raises(de.UserError, match="can't cast to int32"):
+        tinynet.cast("head", torch.int32)
+
+
 @pytest.mark.parametrize(
     "inputs",
     [

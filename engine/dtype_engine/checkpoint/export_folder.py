@@ -1,0 +1,104 @@
+"""Checks the folder of an export, and recognises one that this program has exported, so that nothing else is replaced.
+
+Such a folder has two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose second paragraph
+names the version that wrote the folder. Every version since 0.1.0 writes both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from dtype_engine.checkpoint import read_json
+from dtype_engine.checkpoint.components import PIPELINE_INDEX, component_names
+from dtype_engine.core.atomic_write import check_target, is_taken
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.hints import hint
+from dtype_engine.core.text import printable
+
+_RECIPE = re.compile(r"version: \d+\n(model: .*\n)?rules:")
+_README = re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+")
+_MOST_READ = 1 << 16
+
+
+def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
+    """Whether a typed path has something that a save would replace. Raises UserError if nothing can be saved there.
+
+    for_export: the path is the folder of an export; otherwise it is a file. source: where the model is; it is never replaced.
+    """
+    taken, path = is_taken(typed), Path(typed)
+    if for_export:
+        check_folder(path, True, [source] if source is not None else [])
+    else:
+        check_target(path, True)
+    return taken
+
+
+def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
+    """Check that an export can be written to `target`; returns its absolute path. Raises UserError if it is not empty or can't be
+    made.
+
+    force: whether an export of this program in that place is replaced. Nothing else is replaced, nor a folder that holds any of the
+    files `keep`, nor the current folder of the program.
+    """
+    target = target.expanduser().absolute()
+    if not target.name:
+        raise UserError(f"{target} can't be exported to: name a new folder")
+    if target.is_symlink() and target.is_dir():
+        raise UserError(f"{target} is a link to the folder {target.resolve()}; name that folder itself")
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        raise UserError(f"{target} exists and is no folder; name another one")
+    if target.is_dir() and any(target.iterdir()):
+        if not force:
+            raise UserError(f"{target} exists and is not empty; name another folder{hint('replace')}")
+        _refuse_to_replace(target, keep)
+    if not target.parent.is_dir():
+        raise UserError(f"there is no folder {target.parent} to export to")
+    return target
+
+
+def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
+    real = target.resolve()
+    if any(file.resolve().is_relative_to(real) or file.absolute().is_relative_to(target) for file in keep):
+        raise UserError(
+            f"{target} holds the model that is to be exported, and that is never replaced; name another folder"
+        )
+    if Path.cwd().is_relative_to(real):
+        raise UserError(f"{target} is the folder that this runs in, and is not replaced; name another one")
+    objection = "is a mount point" if os.path.ismount(target) else missing_mark(target)
+    if objection is not None:
+        raise UserError(f"{target} {printable(objection)}, so it is no export and is not replaced; name another one")
+
+
+def missing_mark(folder: Path) -> str | None:
+    """Why a folder is not an export of this program, as the end of a sentence; None if it is one."""
+    for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
+        text = _text(folder / name)
+        if text is None:
+            return f"has no {name} of an export"
+        if mark.match(text) is None:
+            return f"has a {name} that dtype-engine did not write"
+    known = _component_folders(folder)
+    foreign = next((entry for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name not in known), None)
+    return f"holds the folder {foreign.name}" if foreign is not None else None
+
+
+def _text(file: Path) -> str | None:
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return None
+        with open(file, encoding="utf-8", newline="\n") as opened:
+            return opened.read(_MOST_READ)
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _component_folders(folder: Path) -> frozenset[str]:
+    """The names of the folders in an exported pipeline."""
+    try:
+        return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
+    except UserError:
+        return frozenset()
