@@ -1,7 +1,7 @@
-"""Which dimension of a main output holds the classes of a distribution, if one does.
+"""Finds the dimension of a main output that holds the classes of a distribution, if the output is a distribution.
 
-The name of the output does not say: transformers calls class scores, pixels and mask values alike `logits`. The class of the model
-and its configuration do. A setting overrides both.
+The output's name is not enough: transformers uses `logits` for class scores, pixels and mask values alike. The decision is made
+from the model's class and its configuration, or by a setting.
 """
 
 from __future__ import annotations
@@ -42,17 +42,18 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image with each text on its own; CLIP takes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Class names as globs, and the dimension of the classes; None for no distribution. The first that matches decides."""
+"""Patterns of model class names with the dimension of the classes, or None if the output is no distribution. The first match
+decides."""
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
-"""Outputs that hold class scores in their last dimension where `_BY_CLASS` does not say otherwise."""
+"""Names of outputs whose last dimension holds class scores, unless `_BY_CLASS` states otherwise."""
 _NOT_EXCLUSIVE = ("regression", "multi_label_classification")
-"""Values of `config.problem_type` under which a classifier's outputs are real numbers, or have a sigmoid each."""
+"""Values of `config.problem_type` for classifiers whose outputs are real numbers or independent sigmoids, not a distribution."""
 
 
 def classes_dimension(module: nn.Module, name: str, output: torch.Tensor, setting: ClassesDim = "auto") -> int | None:
-    """The dimension of the main output `name` that holds logits over classes or tokens, counted from 0; None for no distribution.
+    """Return the dimension (from 0) of the main output `name` that holds class or token logits, or None if there is none.
 
-    Raises UserError where the setting names a dimension that the output does not have, or one with fewer than two values.
+    Raises UserError if `setting` names a dimension that the output does not have, or one with fewer than two values.
     """
     if setting == "none":
         return None
