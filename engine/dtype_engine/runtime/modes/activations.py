@@ -60,7 +60,7 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Tracks the tensors of a pass that are quantised weights or computed from one, and rounds the activations multiplied by them."""
+    """Tracks which tensors of a pass are quantised weights or computed from one, and rounds activations multiplied by them."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
@@ -68,7 +68,7 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats that the caller already knows."""
+        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats that the caller knows."""
         found = {}
         for tensor in tensors:
             dtype = stored.get(id(tensor)) or self._made.get(tensor)

@@ -47,7 +47,7 @@ class CallSite(Protocol):
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call a torch function. Raises KernelError, which names the operation and dtype, if torch has no kernel; else as torch does."""
+    """Call a torch function. If torch has no kernel, raises KernelError with the operation and dtype; else raises as torch does."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:

@@ -231,7 +231,7 @@ class WeightMode(TorchFunctionMode):
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Return whether a weight's values are currently dequantized from a storage format, so that its activation may be rounded."""
+        """Return whether a weight's values are currently dequantized from a storage format, so that activations may be rounded."""
         return False
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -387,7 +387,7 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Use `value` for a weight for the rest of the pass, because the model sets its `data`, as `child.to(torch.float32)` does."""
+        """Use `value` for a weight for the rest of the pass: the model has set the weight's `data`, as `to(torch.float32)` does."""
         if id(value) in self._replaced:
             value = self._value(id(value))
         value = value.detach()

@@ -37,7 +37,7 @@ class ModuleCall:
 
     @property
     def usable(self) -> bool:
-        """Whether the output can be reused: `record_call` accepted its contents, and nothing has written to its tensors since then."""
+        """Whether the output can be reused: `record_call` accepted it, and nothing has written to its tensors since then."""
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 

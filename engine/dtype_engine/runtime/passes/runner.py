@@ -84,7 +84,7 @@ class ForwardRunner:
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
-        """Return a batch for the reference: float inputs are cast to float32, or to float64 if all weights are stored in float64."""
+        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64."""
         dtype = torch.float64 if self._stored_dtypes() == {"float64"} else torch.float32
         return batch.on(self.model.device, dtype)
 

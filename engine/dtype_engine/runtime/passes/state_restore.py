@@ -32,7 +32,7 @@ _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Replace the cast data of the weights by the stored data inside the block. Only pointers change; nothing is copied on the CPU."""
+    """Replace the weights' cast data by their stored data inside the block. On the CPU, only pointers change."""
     changed = [weight for weight in model.weights.values() if weight.changed]
     try:
         for weight in changed:
