@@ -41,8 +41,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of parts to run. If a model has more modules, subtrees are run, and those with the most drift are split
-further."""
+"""Maximum number of parts to run. If a model has more modules, subtrees are run, and those with the most drift are split."""
 ENOUGH_POSITIONS = 256
 """Further batches are run until at least this many output rows have been compared."""
 _BUDGET = 1 << 30

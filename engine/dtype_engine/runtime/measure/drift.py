@@ -45,9 +45,7 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 
 def budget_for(asked: int | None = None) -> int:
-    """Return how many bytes may be kept between measurements: `asked`, or by default a quarter of the free memory up to
-    `MOST_KEPT`.
-    """
+    """Return how many bytes may be kept between measurements: `asked`, or if None a quarter of free memory up to `MOST_KEPT`."""
     return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
 
@@ -223,9 +221,7 @@ class DriftMeter:
         return ModuleComparer(reference.modules, report, kept, routing)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
-        """Run the candidate on one sequence, reuse outputs that are unchanged since the last measurement,
-        and keep the new outputs.
-        """
+        """Run the candidate on one sequence, reusing outputs unchanged since the last measurement, and keep the new outputs."""
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),
@@ -244,9 +240,7 @@ class DriftMeter:
         return record is not None and (record.modules is not None or not with_modules)
 
     def _reference(self, runner: ForwardRunner, step: Step, progress: MeasurementProgress) -> ReferenceRecord:
-        """Return the reference's outputs for one sequence. If they are not kept yet, run the reference, and
-        keep them if they fit.
-        """
+        """Return the reference's outputs for one sequence. If they are not kept, run the reference, and keep them if they fit."""
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
         main_alone = self._records.pop(step.number, None)

@@ -70,9 +70,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype to `dtype` in which a tensor's values are only rounded, or `STORED` if only
-    its stored dtype is one.
-    """
+    """Return the dtype nearest to `dtype` in which a tensor's values are only rounded. If no narrower dtype qualifies: `STORED`."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
@@ -105,9 +103,7 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
 
 
 def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield the patterns that match a tensor and otherwise only tensors in `wanted`. The tensor's own name
-    is always one of them.
-    """
+    """Yield the patterns that match a tensor and otherwise only tensors in `wanted`. The tensor's own name is always one."""
     for pattern in generalisations(name):
         taken = set(select(tree, pattern).tensors)
         if name in taken and taken <= wanted:

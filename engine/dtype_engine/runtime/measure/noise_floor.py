@@ -101,9 +101,7 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield the name of each variant of the reference and its main output in the reference's shape, or None
-    if the variant fails.
-    """
+    """Yield each variant of the reference: its name, and its main output in the reference's shape, or None if it fails."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)

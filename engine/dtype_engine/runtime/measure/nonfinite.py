@@ -126,9 +126,7 @@ class _OpObserver(TorchFunctionMode):
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """Adds the name of each finished module to the events of `operations`, and collects modules with
-    non-finite outputs in `names`.
-    """
+    """Adds each finished module's name to the events of `operations`, and collects modules with non-finite outputs in `names`."""
 
     operations: _OpObserver
     names: set[str] = field(default_factory=set)
@@ -283,9 +281,7 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rule: Rule, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Rule, OutputDrift]:
-    """Return the rule with float32 instead of bfloat16, and the output's drift under it, if that drift is
-    lower; else the inputs.
-    """
+    """Return the rule with float32 instead of bfloat16, and the drift under it, if that drift is lower; else return the inputs."""
     wider = Rule.make(rule.pattern, "float32")
     after = _finite_output_under(meter, tree, recipe.then(wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rule, output)

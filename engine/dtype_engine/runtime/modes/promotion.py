@@ -119,8 +119,8 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return the properties of an argument that may decide whether torch refuses a call: dtype, number of dimensions, strings,
-    flags.
+    """Return what may decide whether torch refuses an argument: dtype and number of dimensions, or the
+    value of a string or flag.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.ndim

@@ -187,8 +187,8 @@ class WeightMode(TorchFunctionMode):
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the property of its replacement
-        values.
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, that of its replacement values is
+        returned.
         """
         key = id(args[0])
         weight = self.weights.get(key)
@@ -225,9 +225,7 @@ class WeightMode(TorchFunctionMode):
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows at `ids` of a replaced table [rows, width], as [*ids, width], without dequantizing or widening other
-        rows.
-        """
+        """Return the rows at `ids` of a replaced table [rows, width], as [*ids, width], without computing other rows."""
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:

@@ -42,8 +42,7 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image with each text on its own; CLIP takes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Patterns of model class names with the dimension of the classes, or None if the output is no distribution. The first match
-decides."""
+"""Patterns of class names with the dimension of the classes, or None if the output is no distribution. The first match decides."""
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
 """Names of outputs whose last dimension holds class scores, unless `_BY_CLASS` states otherwise."""
 _NOT_EXCLUSIVE = ("regression", "multi_label_classification")

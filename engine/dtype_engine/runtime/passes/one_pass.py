@@ -26,7 +26,7 @@ class PassOptions:
     cached: frozenset[str] | None = None
     """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Outputs of an earlier pass over the same input. Outputs that can't have changed are reused; if there are none, all are
+    """Outputs of an earlier pass over the same input. Those that can't have changed are reused; if there are none, all are
     released."""
     prefix: int | None = None
     """The number of calls at the start of `earlier` that can't have changed. Only `ForwardRunner.partial` uses it."""
@@ -44,8 +44,7 @@ class PassResult(Generic[Output]):
     finished: list[str]
     """The module names of all calls, in the order in which the calls ended."""
     spans: list[int]
-    """For each entry of `finished`, the number of calls that had finished when it began. It is shorter if some modules were not
-    watched."""
+    """For each entry of `finished`, the number of calls finished when it began. Shorter if some modules were not watched."""
     first_use: dict[str, int]
     """For each weight that was used, the number of calls that had finished before its first use."""
     added: bool

@@ -115,9 +115,7 @@ class OutputCache:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 
     def release(self) -> None:
-        """Release all outputs. If none of them is reused, the next pass can then use their memory while it is still in the CPU's
-        cache.
-        """
+        """Release all outputs. If none of them is reused, the next pass can use their memory while it is in the CPU's cache."""
         self.calls.clear()
         self._storages.clear()
         self.nbytes = 0

@@ -11,8 +11,7 @@ from torch import nn
 from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
-"""Maximum nesting depth at which arguments are inspected: enough for a cache, its list of layers, a layer, its tuple and a
-tensor."""
+"""Maximum nesting depth at which arguments are inspected: enough for a tensor in a tuple in a layer in a list in a cache."""
 Found = list[tuple[Any, Any]]
 """Pairs of an object and a value that changes if the object is written to: a tensor's version, or a container's length."""
 
@@ -45,9 +44,7 @@ class SideEffects:
             self.writers.add(name)
 
     def drew_numbers(self) -> bool:
-        """Return whether the pass drew random numbers, so that its calls depended on more than their arguments. Call it after the
-        pass.
-        """
+        """Return whether the pass, which is over, drew random numbers, so that its calls depended on more than their arguments."""
         return any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
 
     def _generators(self) -> list[torch.Tensor]:

@@ -55,9 +55,7 @@ def as_every_pass(
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Return a context manager in which code compiled by `torch.compile` runs uncompiled. Compiled code would bypass modules and
-    modes.
-    """
+    """Return a context manager in which code compiled by `torch.compile` runs uncompiled, since it bypasses modules and modes."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()  # nothing is compiled, and to import it takes a second
     return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))

@@ -36,8 +36,8 @@ class ModuleSums:
         self.rerouted = self.rerouted or other.rerouted
 
     def drift(self, name: str) -> ModuleDrift:
-        """Return the drift of the module `name`. There is no SQNR if outputs are not comparable or the reference has no finite
-        value.
+        """Return the drift of the module `name`, without SQNR if outputs are not comparable or the
+        reference has no finite value.
         """
         sums = self.sums
         compared = self.comparable and not (sums.nonfinite_reference and not sums.energy)
@@ -46,9 +46,7 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return the sums for outputs that can't be compared by element: only how many more values are not
-        finite in the candidate.
-        """
+        """Return sums for outputs that can't be compared by element: only how many more non-finite values the candidate has."""
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 

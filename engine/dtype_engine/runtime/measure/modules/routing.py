@@ -30,8 +30,7 @@ class Routing:
     experts: frozenset[int]
     """Possible numbers of experts. A router's output has one score for each expert."""
     chosen: int | None
-    """The number of experts with the largest scores that a token is sent to, or None if unknown or if scores alone do not
-    decide."""
+    """The number of experts per token, if a router chooses those with the largest scores; None if unknown or chosen otherwise."""
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:

@@ -12,9 +12,7 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output and a result computed from it. The output is kept alive, so that its memory is not
-    given to another tensor.
-    """
+    """A module's output and a result computed from it. The output is kept alive, so that its memory is not used again."""
 
     __slots__ = ("output", "result", "version")
 

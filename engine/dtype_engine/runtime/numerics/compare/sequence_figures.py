@@ -30,7 +30,7 @@ _CHUNK_ELEMENTS = 1 << 17
 _GPU_CHUNK_ELEMENTS = 1 << 21
 """Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
-"""Number of values kept for each position until all positions have been compared."""
+"""Number of values that are kept for each position until all positions have been compared."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class SequenceFigures:
     positions: PositionFigures | None
     """The figures of each position, or None if the outputs are not logits."""
     left_out: int = 0
-    """Positions that a mask leaves out of the figures."""
+    """Number of positions that a mask excludes from the figures."""
 
 
 def sequence_figures(
