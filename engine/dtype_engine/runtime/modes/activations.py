@@ -141,7 +141,7 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
-    """Return what `wanted` returns, for an einsum of two tensors that sums over one letter in both."""
+    """Return which operand of an einsum to round, or None. An einsum must have two tensors and sum over one letter in both."""
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

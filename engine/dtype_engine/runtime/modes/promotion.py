@@ -119,9 +119,7 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return what may decide whether torch refuses an argument: dtype and number of dimensions, or the
-    value of a string or flag.
-    """
+    """Return what may make torch refuse an argument: its dtype and number of dimensions, or the value of a string or flag."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.ndim
     if isinstance(value, (list, tuple)):

@@ -187,9 +187,7 @@ class WeightMode(TorchFunctionMode):
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, that of its replacement values is
-        returned.
-        """
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is that of the replacement values."""
         key = id(args[0])
         weight = self.weights.get(key)
         if weight is not None:
@@ -217,11 +215,13 @@ class WeightMode(TorchFunctionMode):
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, on the device, in its shape. dtype: of the activation in the same operation."""
+        """Return the values that replace a weight, on the device, in its shape. dtype: the dtype of the activation in the
+        operation.
+        """
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
-        """Return the values that replace all these weights in the operation `name`. dtype: of the activation in the operation."""
+        """Return the values that replace all `weights` in the operation `name`. dtype: the dtype of the operation's activation."""
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
@@ -324,7 +324,9 @@ class WeightMode(TorchFunctionMode):
         return promoted_dtype([tensor for tensor in floats if tensor.ndim] or floats) if floats else None
 
     def _values(self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str) -> dict[int, torch.Tensor]:
-        """Return the values that replace weights in the operation `name`, by `id`. dtype: of the activation in the operation."""
+        """Return the values that replace weights in the operation `name`, by `id`. dtype: the dtype of the
+        operation's activation.
+        """
         held = {key: weight for key, weight in found.items() if key not in self._written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():

@@ -26,7 +26,7 @@ class PassOptions:
     cached: frozenset[str] | None = None
     """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Outputs of an earlier pass over the same input. Those that can't have changed are reused; if there are none, all are
+    """Outputs of an earlier pass over the same input. Those that can't have changed are reused. If none can be reused, all are
     released."""
     prefix: int | None = None
     """The number of calls at the start of `earlier` that can't have changed. Only `ForwardRunner.partial` uses it."""

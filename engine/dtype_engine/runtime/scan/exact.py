@@ -28,9 +28,7 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return a dtype for each weight in which it does not drift: float32, or its stored dtype if that can't
-    be or need not be cast.
-    """
+    """Return, for each weight, a dtype in which it does not drift: float32, or the stored dtype if that equals the reference."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent

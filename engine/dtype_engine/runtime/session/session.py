@@ -707,7 +707,8 @@ class Session:
         """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
 
         Args:
-            options: The options with the inputs. The reference first runs one call, or, if the user supplied tensors, one call of each shape.
+            options: The options with the inputs. The reference first runs one call, or, if the user supplied tensors, one call
+                of each shape.
             cancelled: Checked between module calls.
 
         Raises:
