@@ -113,7 +113,7 @@ class Attribution:
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
-            raise UserError(f"causes are those of the weights' dtypes: {hint('no-autocast')}")
+            raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
         started = time.perf_counter()
         on_progress(0, MOST_PASSES)
         with self._runner(cancelled) as runner:
@@ -232,7 +232,7 @@ class Attribution:
             local.reference, local.masks = base.modules, base.masks
             prefix = 0
             if part is not None and base.cache is not None and base.cache.calls:
-                # A module that this batch's pass does not call is run in no place of it.
+                # A module that is not called for this batch does not limit the prefix.
                 prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
             options = PassOptions(earlier=base.cache, prefix=prefix)
             ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)

@@ -261,7 +261,7 @@ class DriftMeter:
             self._plan.add_calls(ran.finished, ran.spans, main)
         if record.nbytes <= left:
             while self._caches and self.kept_bytes + record.nbytes > self.budget:
-                self._caches.popitem()  # a candidate's outputs serve one recipe, a reference's all
+                self._caches.popitem()  # a candidate's outputs serve one recipe, the reference's serve all
             self._records[step.number] = record
         elif main_alone is not None:
             self._records[step.number] = main_alone
@@ -290,5 +290,5 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     if found is None:
         return ()
     return (
-        f"torch's fast path of {found} is off in reference and candidate: padded positions are computed like others",
+        f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all others",
     )

@@ -56,14 +56,14 @@ def _own_generate(module: Any) -> bool:
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     """Return the arguments for `generate`: those of the batch without arguments that only a single forward pass accepts."""
-    # Copies: BLIP's own `generate` writes its start token into the ids that it is given.
+    # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in batch.kwargs.items()
         if name not in ("use_cache", "decoder_input_ids", "labels")
     }
     if "pixel_values" in kwargs and inputs.made and not inputs.prompts:
-        # The ids that come with a synthetic picture mean nothing: the caption starts from the picture alone.
+        # The ids of a synthetic picture have no meaning, so the caption starts from the picture alone.
         kwargs = {"pixel_values": kwargs["pixel_values"]}
     elif not inputs.prompts and inputs.made and "decoder_input_ids" not in batch.kwargs:
         kwargs = {

@@ -70,7 +70,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype nearest to `dtype` in which a tensor's values are only rounded. If no narrower dtype qualifies: `STORED`."""
+    """Return the dtype nearest to `dtype` in which a tensor's values are only rounded, or `STORED` if none narrower qualifies."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
@@ -96,7 +96,7 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
             covered = {pattern: len(taken & left) for pattern, taken in patterns.items()}
             most = max(covered.values())
             equals = [pattern for pattern, count in covered.items() if count == most]
-            best = min(equals, key=len) if most > 1 else equals[0]  # one tensor goes by its name
+            best = min(equals, key=len) if most > 1 else equals[0]  # for a single tensor, its name
             rules.append(Rule.make(best, dtype))
             left -= patterns[best]
     return rules

@@ -60,7 +60,7 @@ def measure_noise_floor(
             masks = KeptPositions.of(model.module, batch, model.device)
             kept = None if masks is None else masks.of_main(name, reference)
             on_progress(_RUNS * number + 1, _RUNS * expected)
-            # A variant that fails says nothing about the reference itself.
+            # A copy of `behavior`, because a variant that fails must not change the known facts.
             other = ForwardRunner(model, RunSettings(), cancelled, watch=False, behavior=copy.deepcopy(behavior))
             for run, (variant, again) in enumerate(_variants(other, batch, reference), start=1):
                 on_progress(_RUNS * number + run + 1, _RUNS * expected)
@@ -89,7 +89,7 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
         sqnr_db=min(drift.sqnr_db for drift in drifts.values()),
         max_abs=max(drift.max_abs for drift in drifts.values()),
         rel_l2=max(drift.rel_l2 for drift in drifts.values()),
-        kl_mean=max(max(kl), 0.0) if kl else None,  # rounding in the sum over classes can leave it below zero
+        kl_mean=max(max(kl), 0.0) if kl else None,  # rounding in the sum over classes can make it negative
         top1_agreement=min(top) if top else None,
     )
 
@@ -118,7 +118,7 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
     if reference.ndim == 0 or output.shape != (times * reference.shape[0], *reference.shape[1:]):
         return None
     parts = output.chunk(times)
-    # Where the first dimension is time and not the batch, what comes second is another output.
+    # If the first dimension is time instead of the batch, the second part differs from the first.
     if any(not torch.allclose(part, parts[0], _SAME_ROWS, _SAME_ROWS, equal_nan=True) for part in parts[1:]):
         return None
     return parts[0]

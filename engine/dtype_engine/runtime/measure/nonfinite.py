@@ -167,7 +167,7 @@ def diagnose_nonfinite(
             if stored
             else "its own float32 values overflow or are NaN"
         )
-        reason = f"the reference is not finite itself ({why}), so no dtype mends it"
+        reason = f"the reference itself is not finite ({why}), so no dtype helps"
         diagnosis = _diagnosis("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy, reason, after = None, "", None
@@ -180,12 +180,12 @@ def diagnose_nonfinite(
             if what == "modules":
                 rule, after = _better_in_float32(meter, tree, recipe, rule, after, cancelled)
             remedy = str(rule)
-            reason = "the reference is not finite itself elsewhere" if after.nonfinite_reference else ""
+            reason = "the reference itself has other values that are not finite" if after.nonfinite_reference else ""
             break
     if remedy is None:
         reason = f"no rule was found that makes {'the output' if what == 'output' else 'every module'} finite"
         if meter.settings.autocast is not None:
-            reason = f"torch.autocast computes in {meter.settings.autocast} whatever the weights are in: turn it off"
+            reason = f"torch.autocast computes in {meter.settings.autocast}, whatever the weights' dtypes: turn it off"
     kind: Literal["weight", "activation", "unknown"] = "unknown"
     if culprit is not None:
         kind = "weight" if culprit.weights else "activation"
@@ -207,7 +207,7 @@ def _diagnosis(
     limit = row.max if row is not None else None
     constant = culprit.constant
     if constant is not None and limit is not None and abs(constant) < 1 and (largest_reference or 0.0) > limit:
-        constant = None  # the reference's result is beyond the range, whatever vanished before
+        constant = None  # the reference's result is out of range anyway, so the constant is not the cause
     return NonFiniteDiagnosis(
         kind=kind,
         first_module=first,
@@ -243,7 +243,7 @@ def _find_culprit(
         operations = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(operations)
         runner.candidate(runner.candidate_call(batch), PassOptions(around=operations.observing), came_out)
-        # A measurement that compares modules in some sequences may have missed the first.
+        # The measurement may have missed the first module if it compared modules only in some sequences.
         lost = {first, *(came_out.names - always)} - {""}
         first = next((event for event in operations.events if isinstance(event, str) and event in lost), first)
         before: _NonFiniteOp | None = None
@@ -255,7 +255,7 @@ def _find_culprit(
                     inside = event
             elif event == first and first:
                 break
-        # Within the module itself the first counts; what reached it from elsewhere is the last that happened before.
+        # Inside the module, the first event is the cause; otherwise, the last event before the module.
         culprit = inside or before
         if culprit is not None:
             key = culprit.module, culprit.operation

@@ -152,7 +152,7 @@ class RunningTotals:
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
         """Return the relative standard errors of the relative L2 error and of the mean KL over these sequences; None if unknown."""
-        # The square of the relative L2 error is a mean too: of each sequence's own, weighted by its energy.
+        # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]
         square_error = relative_error(energies, squares, self._total)
@@ -175,24 +175,24 @@ class RunningTotals:
         """Return warnings for readers of the metrics. output: the metrics of the main output."""
         notices = list[str]()
         if output.nonfinite_reference:
-            of_others = "figures are of the others" + (
-                ", KL has none" if self._comparison.classes_dim is not None else ""
+            of_others = "the metrics cover the other values" + (
+                ", and KL is undefined" if self._comparison.classes_dim is not None else ""
             )
             notices.append(
-                f"the reference is not finite itself in {output.nonfinite_reference:,} of the {output.elements:,} values of "
+                f"the reference itself is not finite in {output.nonfinite_reference:,} of the {output.elements:,} values of "
                 f"{self.output_name}: {of_others}"
             )
         if self._left_out:
             notices.append(
-                f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit the memory that is free"
+                f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit into free memory"
             )
         shifted = {name for sums in self._modules.values() for name, each in sums.items() if not each.comparable}
         if shifted:
             notices.append(
                 f"{plural(len(shifted), 'module')} ({min(shifted)}{', ...' if len(shifted) > 1 else ''}) can't be compared element "
-                "by element: given other tokens than in the reference, or outputs of other shapes"
+                "by element: they got other tokens than in the reference, or their outputs have other shapes"
             )
         if self._left_wide:
             names = ", ".join(sorted(self._left_wide))
-            notices.append(f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone")
+            notices.append(f"inputs of {names} are not quantised: runtimes quantise only inputs of matrix products")
         return tuple(notices)

@@ -45,7 +45,7 @@ def measure_speed(
         for number, (label, casts) in enumerate(wanted):
             if label != "candidate" and (missing := _missing_bytes(model, casts)) > 0:
                 notices.append(
-                    f"{label}: not timed, {missing:,} bytes of memory are missing to hold the model in {_mix(model, casts)}"
+                    f"{label}: not timed: {missing:,} more bytes of memory are needed to hold the model in {_mix(model, casts)}"
                 )
                 continue
             model.apply(casts, cancelled=runner.cancelled)

@@ -73,7 +73,7 @@ def inspect_weight(
 ) -> WeightStats:
     """Return a tensor's histogram of exponents and its error in each dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
-        raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
+        raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
     refuse_changed(checkpoint.identities)
     return _reading(name, read_tensor(checkpoint, name), checkpoint.dtype(name), targets, cancelled)
 

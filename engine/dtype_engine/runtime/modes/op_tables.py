@@ -19,7 +19,7 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 Arguments = tuple[Any, ...]
 
 
-# Questions about a tensor that no value has part in: answered by the tensor as it is.
+# Queries that do not depend on a tensor's values. The original tensor answers them.
 METADATA = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous",

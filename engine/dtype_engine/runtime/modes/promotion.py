@@ -160,7 +160,7 @@ def _note_promotions(
         target = promoted_dtype(sized)
         made = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point()]
         if made and all(tensor.dtype != target for tensor in made):
-            return  # a norm of bfloat16 rows with float32 weights takes them as they are
+            return  # such as a norm of bfloat16 rows, which uses float32 weights without a cast
     else:
         return
     for tensor in sized:

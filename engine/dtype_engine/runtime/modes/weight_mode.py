@@ -147,7 +147,7 @@ class WeightMode(TorchFunctionMode):
         key = id(args[0])
         for given in args:
             if id(given) in self.weights:
-                self.note_use(id(given))  # some questions tell the dtype
+                self.note_use(id(given))  # the answer may reveal the dtype
         if kind is _Kind.SET and func.__self__ is torch.Tensor.data and key in self.weights:
             self._set_data(key, args[1])
             return None
@@ -215,9 +215,7 @@ class WeightMode(TorchFunctionMode):
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, on the device, in its shape. dtype: the dtype of the activation in the
-        operation.
-        """
+        """Return the values that replace a weight, on the device, in its shape. dtype: that of the activation in the operation."""
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
@@ -235,7 +233,7 @@ class WeightMode(TorchFunctionMode):
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a weight, a view of a weight, or the values that replace one."""
         if isinstance(tensor, nn.Parameter):
-            return True  # one that the model has made
+            return True  # a parameter that the model created during the pass
         base = base_of(tensor)
         return any(
             id(each) in self.weights or each in self._standing_for for each in (tensor, base) if each is not None
@@ -286,7 +284,7 @@ class WeightMode(TorchFunctionMode):
         formats = self.rounding.formats(tensors, quantized)
         rounds = self.rounding.wanted(name, args, kwargs, formats) if formats else None
         output = self._with_values(func, name, args, kwargs, tensors, found, rounds)
-        if formats and name != "embedding":  # whose rows are activations
+        if formats and name != "embedding":  # an embedding returns activations, not weights
             self.rounding.follow(output, tensors, formats)
         return output
 
@@ -324,9 +322,7 @@ class WeightMode(TorchFunctionMode):
         return promoted_dtype([tensor for tensor in floats if tensor.ndim] or floats) if floats else None
 
     def _values(self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str) -> dict[int, torch.Tensor]:
-        """Return the values that replace weights in the operation `name`, by `id`. dtype: the dtype of the
-        operation's activation.
-        """
+        """Return the values that replace weights in an operation, by `id`. dtype: the dtype of the operation's activation."""
         held = {key: weight for key, weight in found.items() if key not in self._written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():

@@ -33,7 +33,7 @@ class WidenedWeights:
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
         if sum(sizes) > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is taken
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new one
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
         places = dict(zip(map(id, shared), accumulate(sizes, initial=0), strict=False))
         values = []

@@ -91,7 +91,7 @@ class ForwardPass:
     def finish(self, name: str, output: Any) -> None:
         """Record that a module has returned `output`, or that an output of an earlier pass has replaced its call."""
         while self.inside.pop() != name:
-            self.began.pop()  # it raised, and what called it went on
+            self.began.pop()  # this module raised an exception that its caller handled
         began = self.began.pop()
         if self.effects is not None:
             self.effects.finish(name, len(self.inside))
@@ -126,7 +126,7 @@ class ForwardPass:
             self.finished.append(name)
             self.spans.append(began)
             return
-        # Everything that had finished inside it counts as finished again, with what was observed of it.
+        # All calls that finished inside the reused call count as finished again, with their stored observations.
         for same in self.earlier.within(index):
             self.observer.replay(same.module, same.observed)
             self.calls[same.module] += 1

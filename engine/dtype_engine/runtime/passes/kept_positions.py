@@ -1,7 +1,7 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions; they are left out by the decoder's mask and by labels of -100. If no position is left out, the mask is None, and
+positions; a mask of the decoder and labels of -100 leave out some of these. If no position is left out, the mask is None, and
 comparisons avoid a copy.
 """
 

@@ -60,7 +60,7 @@ def record_call(
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors) or not all(_can_be_reused(tensor, weights) for tensor in tensors):
         return ModuleCall(module, call, *span, _OPAQUE, observed)
-    # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
+    # In new containers, because models write to outputs of their submodules (CLIP adds the projected text).
     kept = _rebuilt(output, lambda tensor: tensor)
     return ModuleCall(module, call, *span, kept, observed, tuple((t, version_of(t)) for t in tensors))
 
@@ -139,7 +139,7 @@ class OutputCache:
         the `writers`, which change their arguments, and for calls of or around `hooked` modules, because hooks must see the
         outputs.
         """
-        before = [0]  # calls of hooked modules before each
+        before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:
             before.append(before[-1] + (name in hooked))
         indices: dict[tuple[str, int], int] = {}
@@ -164,7 +164,7 @@ def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, dict):
-        made = copy(output)  # its own `copy` may call its class without what that asks for
+        made = copy(output)  # the dict's own `copy` may lack arguments that its class requires
         for key, value in output.items():
             made[key] = _rebuilt(value, change)
         return made

@@ -96,9 +96,9 @@ class ForwardRunner:
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
         """Run the stored weights in float32 (or float64 if stored in float64), without a second copy of all weights."""
-        # Another mode around this one may keep what it sees: then every widened weight needs memory of its own.
+        # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
-        on_cpu = self.model.device.type == "cpu"  # elsewhere there may be no room for all of them
+        on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
         with stored_values(self.model) if on_cpu else nullcontext():
             mode = ReferenceMode(self.model.by_id, self.model.device, widened)
             return self._run(call, mode, options, observer)
@@ -118,7 +118,7 @@ class ForwardRunner:
         mode = CandidateMode(self.model.by_id, self._compute, self.model.device, self._rounding())
         result = self._run(call, mode, options, observer, cache, reused, self._autocast)
         if cache is not None:
-            # What was not run again noted nothing: what was known of it holds.
+            # Reused calls recorded no first uses, so those of the earlier pass still hold.
             known = earlier.first_use if earlier is not None and reused else {}
             cache.first_use = earliest(known, result.first_use)
         return result

@@ -49,7 +49,7 @@ def stored_values(model: LiveModel) -> Iterator[None]:
 def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
-    """Run a pass in the block from the same initial state as every other pass, and leave the model as it was before."""
+    """Give the pass in the block the same initial state as every other pass, and restore the model's state after the block."""
     with same_random_numbers(model.device), left_as_found(model, behavior, modules, mode), uncompiled():
         yield
 
@@ -57,7 +57,7 @@ def as_every_pass(
 def uncompiled() -> AbstractContextManager[None]:
     """Return a context manager in which code compiled by `torch.compile` runs uncompiled, since it bypasses modules and modes."""
     if "torch._dynamo" not in sys.modules:
-        return nullcontext()  # nothing is compiled, and to import it takes a second
+        return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
     return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
 
 
@@ -66,7 +66,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Make the block draw the same random numbers in every pass. The generators are restored afterwards."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        # Not torch.manual_seed: where CUDA was not started yet, that keeps a call for each pass to be made then.
+        # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
         torch.default_generator.manual_seed(0)
         if on_cuda:
             with torch.cuda.device(device):

@@ -36,9 +36,7 @@ class ModuleSums:
         self.rerouted = self.rerouted or other.rerouted
 
     def drift(self, name: str) -> ModuleDrift:
-        """Return the drift of the module `name`, without SQNR if outputs are not comparable or the
-        reference has no finite value.
-        """
+        """Return the drift of the module `name`. The SQNR is None if outputs can't be compared or no reference value is finite."""
         sums = self.sums
         compared = self.comparable and not (sums.nonfinite_reference and not sums.energy)
         figure = sqnr_db(sums.energy, sums.noise) if compared else None

@@ -136,7 +136,7 @@ class OutputMetrics:
                 **_perplexities(log_p, log_q),
             }
         if sums.nonfinite_reference and not sums.energy:
-            # Nothing was left to compare: no drift, but no agreement either.
+            # There is nothing to compare, so all metrics of Δ are undefined.
             figures |= {
                 "mean_abs": math.nan,
                 "max_abs": math.nan,
@@ -226,7 +226,7 @@ def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float |
     se_p, se_q, se_ratio = (_standard_error(values) for values in (log_p, log_q, log_p - log_q))
     if se_p is None or se_q is None or se_ratio is None:
         return figures
-    # Of the two means: the covariance of single tokens over their number.
+    # The covariance of the two means: that of single tokens, divided by their number.
     covariance = float(((log_p - log_p.mean()) * (log_q - log_q.mean())).sum()) / (len(log_p) - 1) / len(log_p)
     variance = (candidate * se_q) ** 2 + (reference * se_p) ** 2 - 2 * candidate * reference * covariance
     return figures | {
