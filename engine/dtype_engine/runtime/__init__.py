@@ -1,1 +1,1 @@
-"""Everything that imports torch."""
+"""All code of the engine that imports torch."""

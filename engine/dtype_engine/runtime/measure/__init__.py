@@ -1,1 +1,1 @@
-"""Drift, noise floor, attribution, non-finite values, speed, generation."""
+"""Measurements: drift, noise floor, attribution, non-finite values, speed and generation."""

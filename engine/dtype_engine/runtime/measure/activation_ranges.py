@@ -1,4 +1,4 @@
-"""The largest inputs that linear layers have, over the calibration inputs."""
+"""Measures the largest absolute value of each linear layer's input over the calibration inputs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def input_ranges(
     cancelled: IsCancelled,
     behavior: ModelBehavior,
 ) -> dict[str, float]:
-    """The largest finite |value| that the linear layers of these weights are called with, by weight: of the candidate, as it is
-    cast now and run in `settings`, before anything is rounded. Layers that are not called are left out.
+    """Return the largest finite |input value| of the linear layer of each weight in `weights`, over all passes of the candidate.
 
-    Raises NoForward, KernelError, Cancelled.
+    The candidate runs as currently cast, under `settings`. Inputs are measured before they are rounded. Layers that are not called
+    are omitted. Raises NoForward, KernelError, Cancelled.
     """
     found: dict[str, float] = {}
 

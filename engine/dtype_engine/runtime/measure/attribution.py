@@ -1,10 +1,11 @@
-"""Where a recipe's drift arises: each part of the model run as cast by itself, everything else as the reference.
+"""Attributes the drift of a recipe to parts of the model, by running one part as cast and all others as in the reference.
 
-A part is a module that has weighted operations of its own (a Linear, a norm, an embedding), or, where there are too many
-of those to run each, a subtree. Its drift is that of the main output in a pass where only its weighted operations
-compute on the weights as cast; its local error is that of its own output in that pass, where it is given the reference's
-inputs. Errors need not add up, and the rounding of operations without weights between modules (sums, activations) belongs
-to no part, so the parts' sum is shown next to the whole.
+A part is a module with weighted operations of its own (a Linear, a norm, an embedding), or a subtree if there are too many such
+modules to run each. The drift of a part is measured at the main output, in a pass in which only this part uses its cast weights.
+The local error of a part is measured at the part's own output in the same pass, in which its inputs are the reference's.
+
+The drifts of the parts need not add up to the drift of the recipe. In addition, operations without weights (sums, activations)
+belong to no part. Reports therefore show both the sum over the parts and the whole drift.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
-"""Parts that are run at most: with more modules than these, subtrees are, and those that drift most are looked into."""
+"""Maximum number of parts to run. If a model has more modules, subtrees are run, and those with the most drift are split."""
 ENOUGH_POSITIONS = 256
-"""Batches are taken until this many rows of output are compared."""
+"""Further batches are run until at least this many output rows have been compared."""
 _BUDGET = 1 << 30
-"""Bytes of reference outputs that are kept: half to reuse in later passes, half to compare with."""
+"""Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
 
 OnProgress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a model: those of its modules with weighted operations that are at or below `name`."""
+    """A part of the model: the modules with weighted operations at or below `name`."""
 
     name: str
     modules: tuple[str, ...]
@@ -59,21 +60,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """What one part alone, as cast, gives: the output's drift in the report's unit, and the SQNR of its own output in dB."""
+    """The results for one part: the drift of the main output in the report's unit, and the SQNR of the part's own output in dB."""
 
     drift: float
     local_sqnr_db: float | None
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""Measures parts, in any order: the index of each and what it gives."""
+"""A function that measures parts in any order, and yields the index and the result of each."""
 
 
 @dataclass(slots=True)
 class _Base:
-    """One batch under the reference: its main output, each module's outputs, and the calls whose outputs may be reused.
+    """The reference's results for one batch: the main output, the outputs of modules, and the cache of reusable outputs.
 
-    uses: how many calls had finished before each module's first operation on a weight that drifts.
+    uses: for each module, the number of calls that had finished before its first operation on a drifting weight.
     """
 
     batch: Batch
@@ -87,8 +88,8 @@ class _Base:
 
 @dataclass
 class Attribution:
-    """Attributes the drift of a model, as it is cast now, to its parts. `report` runs the passes; `measure` runs those of one
-    part, for a `report` elsewhere.
+    """Attributes the drift of the currently cast model to its parts. `report` measures all parts. `measure` measures a single part,
+    for a `report` in another process.
     """
 
     model: LiveModel
@@ -96,7 +97,7 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What is known of the model."""
+    """Facts about the model that its passes have shown."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -107,12 +108,12 @@ class Attribution:
         cancelled: IsCancelled = never,
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
-        """Run every part, here or `elsewhere`. `on_progress(done, total)` counts parts.
+        """Measure every part, in this process or with the function `elsewhere`. `on_progress(done, total)` counts parts.
 
-        Raises NoForward, KernelError, Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
-            raise UserError(f"causes are those of the weights' dtypes: {hint('no-autocast')}")
+            raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
         started = time.perf_counter()
         on_progress(0, MOST_PASSES)
         with self._runner(cancelled) as runner:
@@ -139,7 +140,7 @@ class Attribution:
         )
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Run one part. The reference is run before the first. Raises NoForward, KernelError, Cancelled."""
+        """Measure one part. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
         with self._runner(cancelled) as runner:
             if not self._bases:
                 self._run_reference(runner)
@@ -150,7 +151,7 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The weights that do not compute as the reference does."""
+        """The `id`s of the weights whose operations differ from those of the reference."""
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -179,7 +180,7 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
-        """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
+        """Measure each module if there are few enough. Otherwise, measure subtrees, and split those that drift most."""
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -205,7 +206,7 @@ class Attribution:
     def _measured(
         self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
     ) -> list[Contribution]:
-        """The contributions of parts, in their order, whichever is done first."""
+        """Return the contributions of parts, in the order of `parts`, although parts may finish in any order."""
         found: dict[int, Contribution] = {}
         for index, measured in run(parts):
             part, drift = parts[index], measured.drift
@@ -221,7 +222,9 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Unit and drift of the main output with only one part as cast, or everything, and a single module's own SQNR."""
+        """Return the unit and the drift of the main output if only `part` is cast (if None, everything), and the SQNR of the part's
+        own output if the part is a single module.
+        """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
@@ -229,7 +232,7 @@ class Attribution:
             local.reference, local.masks = base.modules, base.masks
             prefix = 0
             if part is not None and base.cache is not None and base.cache.calls:
-                # A module that this batch's pass does not call is run in no place of it.
+                # A module that is not called for this batch does not limit the prefix.
                 prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
             options = PassOptions(earlier=base.cache, prefix=prefix)
             ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
@@ -245,7 +248,7 @@ class Attribution:
 
 
 class _LocalError(ModuleObserver):
-    """Observes a pass: compares the outputs of one module with the reference's."""
+    """Compares the outputs of one module during a pass with those of the reference."""
 
     def __init__(self, module: str | None) -> None:
         self.module = module
@@ -255,7 +258,7 @@ class _LocalError(ModuleObserver):
 
     @property
     def sqnr_db(self) -> float | None:
-        """In dB, over all calls that could be compared; None where there was none."""
+        """The SQNR in dB over all calls that could be compared, or None if there were none."""
         return None if self._sums is None else sqnr_db(self._sums.sums.energy, self._sums.sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -269,7 +272,7 @@ class _LocalError(ModuleObserver):
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """The parts that a subtree falls into one level down, going on down while there is only one."""
+    """Split a subtree into its children. If it has only one child, split that child instead."""
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

@@ -1,4 +1,4 @@
-"""Measuring drift: the reference and the candidate run over the inputs, a sequence at a time, and are compared."""
+"""Measures drift: runs the reference and the candidate over the inputs, one sequence at a time, and compares their outputs."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
-"""Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
+"""Default maximum number of bytes kept between measurements: outputs for some hundred tokens in a model with 1 B parameters."""
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
 
 def budget_for(asked: int | None = None) -> int:
-    """How many bytes may be kept between measurements: what was asked for, else a quarter of what is free, up to `MOST_KEPT`."""
+    """Return how many bytes may be kept between measurements: `asked`, or if None a quarter of free memory up to `MOST_KEPT`."""
     return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
 
@@ -53,38 +53,38 @@ def budget_for(asked: int | None = None) -> int:
 class DriftMeter:
     """Measures how far a candidate's outputs drift from the reference's over the inputs.
 
-    The shortest sequence is run first, so that there is a figure soon, reference and candidate in turn. Which sequences follow, and
-    in which of them modules are compared: `MeasurementPlan`.
+    For each sequence, the reference runs first and then the candidate. The shortest sequence is the first, so that a result is
+    available soon. `MeasurementPlan` decides the order of the others, and in which sequences modules are compared.
 
-    The reference's outputs, and those of the candidate that the next recipe may leave as they are, are kept between measurements
-    within `budget` bytes. For the sequences that do not fit the reference runs again each time, right before the candidate, so
-    nothing grows with the amount of calibration text.
+    Up to `budget` bytes of outputs are kept between measurements: the reference's, and those of the candidate that the next recipe
+    may leave unchanged. If the reference's outputs for a sequence do not fit, the reference runs again in each measurement, right
+    before the candidate. Memory use therefore does not grow with the length of the calibration text.
     """
 
     model: LiveModel
-    """The model whose weights as stored are the reference."""
+    """The model whose stored weights are the reference."""
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
     budget: int = field(default_factory=budget_for)
     working: int = field(default_factory=memory_budget)
-    """The most bytes of one sequence's reference outputs while that sequence is compared."""
+    """Maximum number of bytes of the reference's outputs for one sequence while this sequence is being compared."""
     reuse: bool = True
-    """Whether outputs of the candidate's last pass take the place of what can't have changed since."""
+    """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What is known of `model`."""
+    """Facts about `model` that its passes have shown."""
     candidate: LiveModel | None = None
-    """The model that is compared, as it is cast now; None: `model` itself. Another one needs outputs of the same shape."""
+    """The currently cast model to compare; if None, `model`. The outputs of another model must have the same shape."""
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What is known of `candidate`, where that is another model."""
+    """Facts about `candidate` that its passes have shown, if it is another model."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
-    """Of the candidate's last pass over each sequence, and whether modules were compared in it."""
+    """By sequence: the outputs of the candidate's last pass, and whether modules were compared in that pass."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """See `MeasurementProgress`."""
+    """The numbers of calls per pass; see `MeasurementProgress`."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
-    """How many the model has."""
+    """The number of submodules of the model."""
 
     def __post_init__(self) -> None:
         self._plan = MeasurementPlan(self.inputs.batches)
@@ -92,9 +92,10 @@ class DriftMeter:
         self._routing = Routing.of(self.model)
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
-        """Run what has to be run and compare: the last of `readings`, or the first that is as precise as the listener wants.
+        """Run the measurement and return its totals: those over all sequences, or the first with the listener's requested
+        precision.
 
-        cancelled: for callers without a listener. Raises NoForward, KernelError, Cancelled.
+        cancelled: used if there is no listener. Raises NoForward, KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals: RunningTotals | None = None
@@ -112,14 +113,14 @@ class DriftMeter:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the outputs that are kept for the next measurement. Safe to ask for from any thread."""
+        """Number of bytes of outputs kept for the next measurement. Any thread may read it."""
         kept = [record.nbytes for record in list(self._records.values())]
         return sum(kept) + sum(cache.nbytes for cache, _ in list(self._caches.values()))
 
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
     ) -> DriftReport:
-        """A measurement of the candidate under `recipe`, with what it ran on and in."""
+        """Return a report of a measurement under `recipe`, with the model, device, settings, inputs and notices."""
         candidate, output = self.candidate or self.model, totals.output
         return DriftReport(
             model=candidate.title,
@@ -146,7 +147,7 @@ class DriftMeter:
         )
 
     def readings(self, listener: MeasurementListener) -> Generator[RunningTotals, None, None]:
-        """Run the inputs one sequence at a time, and yield the totals after each, which are those of all at last.
+        """Run the inputs one sequence at a time. After each sequence, yield the totals over all sequences run until then.
 
         Raises NoForward, KernelError, Cancelled.
         """
@@ -175,7 +176,7 @@ class DriftMeter:
                 yield totals
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        """What runs the reference and what runs the candidate, open as long as `stack` is; the same where they are one model."""
+        """Return the runners of the reference and the candidate, which `stack` closes. They are the same for a single model."""
         reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
         if self.candidate is None or self.candidate is self.model:
             return reference, reference
@@ -187,7 +188,7 @@ class DriftMeter:
     def _expect(
         self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
     ) -> None:
-        """Tell the progress what is still to be run."""
+        """Report to `progress` which passes remain."""
         every = (listener.all_modules or never)()
         steps = {
             step.number: step.compares_modules,
@@ -207,7 +208,7 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """What compares modules in the candidate's pass; None where they are not compared."""
+        """Return the observer that compares modules in the candidate's pass, or None if modules are not compared."""
         if not step.compares_modules or reference.modules is None:
             return None
         routing = RoutingComparer(self._routing, reference.choices)
@@ -220,7 +221,7 @@ class DriftMeter:
         return ModuleComparer(reference.modules, report, kept, routing)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
-        """Run the candidate on one sequence, what is unchanged since the last measurement left out, and keep its outputs."""
+        """Run the candidate on one sequence, reusing outputs unchanged since the last measurement, and keep the new outputs."""
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),
@@ -234,12 +235,12 @@ class DriftMeter:
         return ran
 
     def _has_record(self, number: int, with_modules: bool) -> bool:
-        """Whether what the reference gave for a sequence is there."""
+        """Return whether the reference's outputs for a sequence are kept, including those of modules if `with_modules` is True."""
         record = self._records.get(number)
         return record is not None and (record.modules is not None or not with_modules)
 
     def _reference(self, runner: ForwardRunner, step: Step, progress: MeasurementProgress) -> ReferenceRecord:
-        """What the reference gives for one sequence: kept, or run now, and kept if that fits the budget."""
+        """Return the reference's outputs for one sequence. If they are not kept, run the reference, and keep them if they fit."""
         if self._has_record(step.number, step.compares_modules):
             return self._records[step.number]
         main_alone = self._records.pop(step.number, None)
@@ -260,7 +261,7 @@ class DriftMeter:
             self._plan.add_calls(ran.finished, ran.spans, main)
         if record.nbytes <= left:
             while self._caches and self.kept_bytes + record.nbytes > self.budget:
-                self._caches.popitem()  # a candidate's outputs serve one recipe, a reference's all
+                self._caches.popitem()  # a candidate's outputs serve one recipe, the reference's serve all
             self._records[step.number] = record
         elif main_alone is not None:
             self._records[step.number] = main_alone
@@ -268,7 +269,7 @@ class DriftMeter:
 
 
 def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torch.Tensor:
-    """The main output of a candidate's pass. Raises NoForward where it is not of the reference's shape."""
+    """Return the main output of a candidate's pass. Raises NoForward if its name or shape differs from the reference's."""
     name, output = main_output(ran.output)
     if name != reference.output_name or output.shape != reference.output.shape:
         raise NoForward(
@@ -279,15 +280,15 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 
 
 def _precision(listener: MeasurementListener) -> float | None:
-    """How precise the listener wants the figures to be now; None: all inputs are to be run."""
+    """Return the precision that the listener currently requests, or None if all inputs have to be run."""
     return None if listener.precision is None else listener.precision()
 
 
 def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
-    """What is not as in a plain run: torch takes the fast paths of its own encoders only where no mode is on."""
+    """Return a notice if the model contains torch's own encoders, whose fast paths torch disables while a mode is active."""
     found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
     if found is None:
         return ()
     return (
-        f"torch's fast path of {found} is off in reference and candidate: padded positions are computed like others",
+        f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all others",
     )

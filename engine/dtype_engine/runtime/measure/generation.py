@@ -1,4 +1,4 @@
-"""What reference and candidate write: greedy text or captions, token by token, and where they part."""
+"""Generates text or captions greedily with the reference and the candidate, to show where they start to differ."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""`on_tokens("reference" | "candidate", done, most)`: tokens written so far, and the most that both will write for all prompts. A
-text that ends sooner counts as whole.
-"""
+"""Called as `on_tokens("reference" | "candidate", done, most)`: the number of generated tokens, and the maximum number for both
+runs over all prompts. A text that ends early is counted with its full length."""
 
 
 def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
-    """Let reference and candidate continue every prompt that the user gave, else the first sequence, greedily, by at most
-    `tokens`. Calibration text is cut to its first `PROMPT_TOKENS`; pictures are captioned.
+    """Continue every prompt of the user with the reference and with the candidate, by at most `tokens` greedy tokens.
 
-    Raises NoForward for a model that writes nothing; else as a measurement does.
+    If the user gave no prompts, only the first sequence is continued: calibration text after its first `PROMPT_TOKENS`, or a
+    caption for an image. Raises NoForward if the model can't generate; otherwise as a measurement does.
     """
     module = runner.model.module
     can = getattr(module, "can_generate", None)
@@ -49,22 +48,22 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
 
 
 def _own_generate(module: Any) -> bool:
-    """Captioners such as BLIP write a `generate` of their own around the language model inside them."""
+    """Return whether the model's class defines its own `generate`, as captioners such as BLIP do around their language model."""
     from transformers import GenerationMixin
 
     return type(module).generate is not GenerationMixin.generate
 
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
-    """What to give to `generate`: the batch without what only a single pass takes."""
-    # Copies: BLIP's own `generate` writes its start token into the ids that it is given.
+    """Return the arguments for `generate`: those of the batch without arguments that only a single forward pass accepts."""
+    # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in batch.kwargs.items()
         if name not in ("use_cache", "decoder_input_ids", "labels")
     }
     if "pixel_values" in kwargs and inputs.made and not inputs.prompts:
-        # The ids that come with a synthetic picture mean nothing: the caption starts from the picture alone.
+        # The ids of a synthetic picture have no meaning, so the caption starts from the picture alone.
         kwargs = {"pixel_values": kwargs["pixel_values"]}
     elif not inputs.prompts and inputs.made and "decoder_input_ids" not in batch.kwargs:
         kwargs = {
@@ -82,7 +81,7 @@ def _write(
     began: list[int] = []
 
     class Progress(StoppingCriteria):  # type: ignore[misc]
-        """Reports progress, and raises Cancelled; never ends the text by itself."""
+        """Reports progress and raises Cancelled. It never stops the generation itself."""
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
             if runner.cancelled():
@@ -110,7 +109,7 @@ def _write(
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
-    """The generation settings: the model's own, without sampling, beams or penalties of chance."""
+    """Return the model's own generation settings, but with greedy decoding: without sampling and without beams."""
     own = getattr(model.module, "generation_config", None)
     if own is None or _own_generate(model.module):
         return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}
@@ -130,9 +129,9 @@ def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
 
 
 def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
-    """What each token adds to the text. A token in the middle of a character adds nothing; the one that ends it adds all.
+    """Return the text that each token adds, or the ids if there is no tokenizer.
 
-    Without a tokenizer the ids themselves.
+    A token that ends inside a multi-byte character adds nothing; the token that completes the character adds all of it.
     """
     if tokenizer is None:
         return tuple(f" {token}" for token in ids)

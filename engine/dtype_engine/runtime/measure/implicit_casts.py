@@ -1,4 +1,4 @@
-"""Where dtypes silently change: the implicit casts of one forward pass, summed."""
+"""Finds where dtypes change silently: the implicit casts of one forward pass, aggregated."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
-    """Run the candidate as a measurement does, and note every implicit cast: torch's own promotions, and the casts without which
-    torch would raise. They are summed as `aggregate` does.
+    """Run the candidate on one batch and return all implicit casts: those that torch makes itself, and those without which torch
+    would raise an error. `aggregate` combines equal casts.
 
     Raises NoForward, KernelError, Cancelled.
     """
@@ -31,9 +31,9 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
-    """Casts alike in module, operation and dtypes as one; those to float64 first, then by elements, the most first.
+    """Combine casts with the same module, operation and dtypes. Casts to float64 come first, then those with the most elements.
 
-    A float64 input or weight silently widens everything that follows, which is rarely meant.
+    A float64 input or weight silently widens all later operations, which is rarely intended.
     """
     sums: dict[tuple[str, str, str, str, bool], tuple[int, int]] = {}
     for cast in casts:

@@ -1,4 +1,4 @@
-"""What a measurement tells while it runs, and what it asks."""
+"""The callbacks of a measurement: what it reports while it runs, and what it asks the caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OnSequence = Callable[["RunningTotals"], None]
 
 @dataclass(frozen=True, slots=True)
 class MeasurementListener:
-    """Functions that a measurement calls in its own thread. The defaults ignore all, and want all inputs run.
+    """Functions that a measurement calls in its own thread. By default, nothing is reported and all inputs are run.
 
     Example:
         >>> session.drift(MeasurementListener(on_progress=lambda run, done, total: None)).output.max_abs
@@ -27,17 +27,17 @@ class MeasurementListener:
     """
 
     on_progress: OnProgress = lambda run, done, total: None
-    """`on_progress("reference" | "candidate", done, total)` counts elements of the inputs over all passes that are to be run; at
-    most ten times a second."""
+    """Called as `on_progress("reference" | "candidate", done, total)` at most ten times a second. It counts input elements over all
+    passes of the measurement."""
     on_modules: OnModules | None = None
-    """Is given the modules whose figures changed, at most once a second within a pass."""
+    """Called with the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
-    """Is called after every sequence with the sums so far, which grow with the next one."""
+    """Called after every sequence with the running totals. The same object changes with the next sequence."""
     cancelled: IsCancelled = never
-    """Asked between module calls: whether to stop, by raising Cancelled."""
+    """Called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None
-    """Asked after every sequence for the relative standard error of the main figure that is enough; None: all inputs are run.
-    Without it `Session.drift` takes that of its options."""
+    """Called after every sequence; returns the relative standard error at which the measurement may stop, or None to run all
+    inputs. If not set, `Session.drift` uses the value in its options."""
     all_modules: Callable[[], bool] | None = None
-    """Asked before each pass and after the last: whether modules are compared in every sequence, not in some. Sequences in which
-    they were not are then run again. Without it `Session.drift` takes what its options say."""
+    """Called before each pass and after the last; returns whether to compare modules in every sequence instead of only in some. If
+    it returns True at the end, sequences without this comparison run again. If not set, `Session.drift` uses its options."""

@@ -1,6 +1,6 @@
-"""Rules that keep the values which casts lose: each weight in the nearest dtype that holds them, tried out.
+"""Finds rules that keep the values which casts lose, by moving each affected weight to the nearest dtype that can hold its values.
 
-A remedy is looked for whether the output is finite or not: a BatchNorm whose running variance became infinite gives zeros.
+A remedy is searched even if the output is finite: a BatchNorm whose running variance has become infinite outputs zeros.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""What a cast of a tensor (by its canonical name) to a dtype loses."""
+"""A function that returns what a cast of the tensor with this canonical name to this dtype loses, or None if it loses nothing."""
 OnTrial = Callable[[int, int], None]
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """The rules for the losses that are more than rounding, not tried out, and why; None where there are none."""
+    """Return rules for the losses that are more than rounding, without measuring the rules, or None if there are no such losses.
+
+    reason: why the rules are not measured.
+    """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
         for loss in losses
@@ -44,10 +47,10 @@ def tried_remedy(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """The same for the losses of a report, with the drift that the model has under them, over the same sequences. Where the
-    nearest dtypes do not make it less, the tensors as they are stored are tried too, and the better of both is what comes back.
+    """Return rules for the losses in a report, with the drift under these rules measured over the same sequences, or None.
 
-    Trials leave the model cast in their own way: the caller puts its recipe back. Raises Cancelled.
+    If the nearest dtypes do not reduce the drift, the tensors are also tried as stored, and the better of the two is returned. The
+    model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost, count, "")
     if first is None:
@@ -67,7 +70,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """The nearest dtype to `dtype` in which a tensor loses no more than rounding; `STORED` where only the stored one is such."""
+    """Return the dtype nearest to `dtype` in which a tensor's values are only rounded, or `STORED` if none narrower qualifies."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
@@ -83,7 +86,7 @@ def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
 
 
 def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
-    """As few rules as a greedy search finds that give each of these tensors its dtype, and take no other tensor."""
+    """Return rules, as few as a greedy search finds, that give each tensor in `wanted` its dtype and match no other tensor."""
     rules = []
     for dtype in dict.fromkeys(wanted.values()):
         names = [name for name, target in wanted.items() if target == dtype]
@@ -93,14 +96,14 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
             covered = {pattern: len(taken & left) for pattern, taken in patterns.items()}
             most = max(covered.values())
             equals = [pattern for pattern, count in covered.items() if count == most]
-            best = min(equals, key=len) if most > 1 else equals[0]  # one tensor goes by its name
+            best = min(equals, key=len) if most > 1 else equals[0]  # for a single tensor, its name
             rules.append(Rule.make(best, dtype))
             left -= patterns[best]
     return rules
 
 
 def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Patterns of a tensor that take tensors of `wanted` alone; its own name always does."""
+    """Yield the patterns that match a tensor and otherwise only tensors in `wanted`. The tensor's own name is always one."""
     for pattern in generalisations(name):
         taken = set(select(tree, pattern).tensors)
         if name in taken and taken <= wanted:

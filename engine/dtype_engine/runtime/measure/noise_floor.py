@@ -1,7 +1,7 @@
-"""The noise floor of a drift: how far the reference is from itself when its sums are taken in another order.
+"""The noise floor of drift: the difference between two runs of the reference that add the same numbers in a different order.
 
-The same float32 arithmetic gives other last bits under another attention kernel or batch size. A candidate that drifts
-no more than that can't be distinguished from the reference, whatever its figures.
+Another attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the noise
+floor, the candidate can't be distinguished from the reference.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
-"""Batches are taken until this many rows of output were compared: the floor needs no more text than that."""
+"""Further batches are run until at least this many output rows have been compared. The noise floor needs no more text."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
-"""Of each batch: the reference, the other attention, and two at once."""
+"""Number of runs per batch that progress counts: the reference, the other attention, and the batch of two as two runs."""
 
 
 def measure_noise_floor(
@@ -43,9 +43,10 @@ def measure_noise_floor(
     cancelled: IsCancelled = never,
     classes_dim: ClassesDim = "auto",
 ) -> NoiseFloor:
-    """Run the reference as it is, with the other attention implementation (eager for sdpa), and with every input twice in
-    one batch, and compare. Variants that the model does not have are left out. `on_progress(done, total)` counts runs of one
-    input, as many as there seem to be. Raises NoForward when the reference fails.
+    """Run the reference, then two variants of it, and compare: with another attention implementation, and with each input twice in
+    one batch. Variants that the model does not support are skipped.
+
+    `on_progress(done, total)` counts runs on one input; `total` is an estimate. Raises NoForward if the reference fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -59,7 +60,7 @@ def measure_noise_floor(
             masks = KeptPositions.of(model.module, batch, model.device)
             kept = None if masks is None else masks.of_main(name, reference)
             on_progress(_RUNS * number + 1, _RUNS * expected)
-            # A variant that fails says nothing about the reference itself.
+            # A copy of `behavior`, because a variant that fails must not change the known facts.
             other = ForwardRunner(model, RunSettings(), cancelled, watch=False, behavior=copy.deepcopy(behavior))
             for run, (variant, again) in enumerate(_variants(other, batch, reference), start=1):
                 on_progress(_RUNS * number + run + 1, _RUNS * expected)
@@ -73,7 +74,7 @@ def measure_noise_floor(
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
-    """How many batches will be run, guessed by the positions that those so far gave."""
+    """Estimate how many batches will be run, from the number of positions in the batches done."""
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 
@@ -88,7 +89,7 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
         sqnr_db=min(drift.sqnr_db for drift in drifts.values()),
         max_abs=max(drift.max_abs for drift in drifts.values()),
         rel_l2=max(drift.rel_l2 for drift in drifts.values()),
-        kl_mean=max(max(kl), 0.0) if kl else None,  # rounding in the sum over classes can leave it below zero
+        kl_mean=max(max(kl), 0.0) if kl else None,  # rounding in the sum over classes can make it negative
         top1_agreement=min(top) if top else None,
     )
 
@@ -100,14 +101,16 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each variant of the reference, with its main output in the reference's shape; None where there is none."""
+    """Yield each variant of the reference: its name, and its main output in the reference's shape, or None if it fails."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """The first of `times` equal parts of the main output, None where it does not come in such parts."""
+    """Run a variant whose batch has each input `times` times. Returns its main output for the first copy, or None if the output
+    does not consist of `times` equal parts.
+    """
     try:
         output = main_output(_run(runner, batch))[1]
     except (UserError, RuntimeError, ValueError, TypeError, IndexError):
@@ -115,7 +118,7 @@ def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times
     if reference.ndim == 0 or output.shape != (times * reference.shape[0], *reference.shape[1:]):
         return None
     parts = output.chunk(times)
-    # Where the first dimension is time and not the batch, what comes second is another output.
+    # If the first dimension is time instead of the batch, the second part differs from the first.
     if any(not torch.allclose(part, parts[0], _SAME_ROWS, _SAME_ROWS, equal_nan=True) for part in parts[1:]):
         return None
     return parts[0]

@@ -1,10 +1,11 @@
-"""Why values are not finite: the first module and operation, the values that pass the dtype's range, and a rule that mends it.
+"""Explains non-finite values: finds the first module and operation, the values beyond the dtype's range, and a rule that helps.
 
-A pass is run once more with a mode around it that sees every operation in the dtype in which it is computed. An operation
-is to blame when it gives something that is not finite from values that all are, and the reference has no such thing
-there (a mask of -infinity is one that both have). A remedy is not guessed but tried: wider and wider parts of the model
-around that operation in bfloat16, which has float32's range in two bytes, until the output is finite. Where it is finite already,
-since the model's code clamps or saturates, modules may not be: then until every module is.
+One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
+values for finite arguments while it returns finite values in the reference. (A mask of -infinity is in both.)
+
+Remedies are tested: larger and larger parts of the model around the culprit are cast to bfloat16, which has float32's range in two
+bytes, until the output is finite. If the output is finite from the start, because the model's code clamps or saturates, the search
+ends when all modules are finite.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _MOST_WEIGHTS = 8
 
 @dataclass(slots=True)
 class _NonFiniteOp:
-    """An operation that gave something that is not finite though it was given only what is, or a weight that is not."""
+    """An operation that returned non-finite values for finite arguments, or that used a non-finite weight."""
 
     module: str
     operation: str
@@ -49,16 +50,16 @@ class _NonFiniteOp:
     largest: float
     weights: tuple[str, ...]
     constant: float | None = None
-    """A number of the model's code that the dtype does not hold: it is infinite in it, or zero."""
+    """A number in the model's code that becomes infinite or zero in the operation's dtype, or None."""
 
 
 class _OpObserver(TorchFunctionMode):
-    """Checks every operation of the mode within it.
+    """Checks the result of every operation in a pass. It is entered around the pass's own mode.
 
     Attributes:
-        observed: the mode within it, which knows the running module.
-        events: what is not finite, and the names of the modules that finished, in order.
-        largest: the largest finite result, by (module, operation).
+        observed: the pass's mode, which knows the running module.
+        events: non-finite operations and the names of finished modules, in order.
+        largest: the largest finite |value| of the results, keyed by (module, operation).
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:
@@ -70,7 +71,7 @@ class _OpObserver(TorchFunctionMode):
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """This mode, to be entered before `mode`."""
+        """Set the mode to observe, and return this observer, which must be entered before that mode."""
         self.observed = mode
         return self
 
@@ -108,7 +109,7 @@ class _OpObserver(TorchFunctionMode):
         return result
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """The first of an operation's numbers that its dtype does not hold, else the last that vanished in this module."""
+        """Return the first number that is infinite in `dtype`, else the last number in this module that became zero, or None."""
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
             if not bool(torch.isfinite(held)):
@@ -118,14 +119,14 @@ class _OpObserver(TorchFunctionMode):
         return self._vanished.get(module)
 
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
-        """The weight that a tensor is, where it is not finite."""
+        """Return the weight that this tensor is, if it has non-finite values; otherwise None."""
         weight = self.weights.get(id(tensor))
         return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
 
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """Observes a pass: notes among the events of `operations` which modules finished, in order."""
+    """Adds each finished module's name to the events of `operations`, and collects modules with non-finite outputs in `names`."""
 
     operations: _OpObserver
     names: set[str] = field(default_factory=set)
@@ -145,11 +146,11 @@ def diagnose_nonfinite(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
-    """Find the operation to blame and a remedy, for a model that is cast by `recipe` and was measured so.
+    """Find the operation that causes non-finite values, and a remedy, for a model measured under `recipe`.
 
-    modules, output: the figures of that measurement, modules in the order of the pass. Where the output is finite and modules are
-    not, a remedy makes every module finite. Trials leave the model cast in their own way: the caller puts the recipe back. Raises
-    NoForward, KernelError, Cancelled.
+    modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
+    not, the remedy makes every module finite. The model stays cast as in the last trial, so the caller has to apply its recipe
+    again. Raises NoForward, KernelError, Cancelled.
     """
     reference_bad = bool(output.nonfinite_reference and not output.nonfinite)
     modules = list(modules)
@@ -166,7 +167,7 @@ def diagnose_nonfinite(
             if stored
             else "its own float32 values overflow or are NaN"
         )
-        reason = f"the reference is not finite itself ({why}), so no dtype mends it"
+        reason = f"the reference itself is not finite ({why}), so no dtype helps"
         diagnosis = _diagnosis("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy, reason, after = None, "", None
@@ -179,12 +180,12 @@ def diagnose_nonfinite(
             if what == "modules":
                 rule, after = _better_in_float32(meter, tree, recipe, rule, after, cancelled)
             remedy = str(rule)
-            reason = "the reference is not finite itself elsewhere" if after.nonfinite_reference else ""
+            reason = "the reference itself has other values that are not finite" if after.nonfinite_reference else ""
             break
     if remedy is None:
         reason = f"no rule was found that makes {'the output' if what == 'output' else 'every module'} finite"
         if meter.settings.autocast is not None:
-            reason = f"torch.autocast computes in {meter.settings.autocast} whatever the weights are in: turn it off"
+            reason = f"torch.autocast computes in {meter.settings.autocast}, whatever the weights' dtypes: turn it off"
     kind: Literal["weight", "activation", "unknown"] = "unknown"
     if culprit is not None:
         kind = "weight" if culprit.weights else "activation"
@@ -206,7 +207,7 @@ def _diagnosis(
     limit = row.max if row is not None else None
     constant = culprit.constant
     if constant is not None and limit is not None and abs(constant) < 1 and (largest_reference or 0.0) > limit:
-        constant = None  # the reference's result is beyond the range, whatever vanished before
+        constant = None  # the reference's result is out of range anyway, so the constant is not the cause
     return NonFiniteDiagnosis(
         kind=kind,
         first_module=first,
@@ -226,7 +227,7 @@ def _diagnosis(
 def _find_culprit(
     runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
 ) -> tuple[_NonFiniteOp | None, float | None, str]:
-    """The operation to blame, the largest that it gives in the reference, and the first module that comes out not finite."""
+    """Return the culprit, the largest |value| that it returns in the reference, and the first module with a non-finite output."""
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -242,7 +243,7 @@ def _find_culprit(
         operations = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(operations)
         runner.candidate(runner.candidate_call(batch), PassOptions(around=operations.observing), came_out)
-        # A measurement that compares modules in some sequences may have missed the first.
+        # The measurement may have missed the first module if it compared modules only in some sequences.
         lost = {first, *(came_out.names - always)} - {""}
         first = next((event for event in operations.events if isinstance(event, str) and event in lost), first)
         before: _NonFiniteOp | None = None
@@ -254,7 +255,7 @@ def _find_culprit(
                     inside = event
             elif event == first and first:
                 break
-        # Within the module itself the first counts; what reached it from elsewhere is the last that happened before.
+        # Inside the module, the first event is the cause; otherwise, the last event before the module.
         culprit = inside or before
         if culprit is not None:
             key = culprit.module, culprit.operation
@@ -265,8 +266,8 @@ def _find_culprit(
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """The drift of the output under a recipe; None where that can't be run or the output, or (as `what` says) a module, is not
-    finite.
+    """Return the drift of the output under a recipe, or None if the model can't be run or a value is not finite. `what` decides
+    whether only the output or also every module has to be finite.
     """
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:
@@ -280,15 +281,15 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rule: Rule, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Rule, OutputDrift]:
-    """The rule with float32 in place of bfloat16 and its output's drift, where that is less."""
+    """Return the rule with float32 instead of bfloat16, and the drift under it, if that drift is lower; else return the inputs."""
     wider = Rule.make(rule.pattern, "float32")
     after = _finite_output_under(meter, tree, recipe.then(wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rule, output)
 
 
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
-    """Rules to try, each taking more than the one before: the weights themselves, the module, what is around it, and where that is
-    numbered (a layer), it and all after it; at last everything, in bfloat16 and then in float32.
+    """Yield rules to try, each wider than the one before: the weight, the module, and its ancestors. For a numbered layer, a rule
+    for this layer and all later ones follows. The last two rules cast everything, first to bfloat16, then to float32.
     """
     patterns: list[str] = []
     if culprit is not None:
@@ -310,7 +311,7 @@ def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """The largest finite magnitude."""
+    """Return the largest finite |value|."""
     if not tensor.numel():
         return 0.0
     magnitudes = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).abs()
@@ -319,12 +320,12 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Whether a number among the arguments is not finite: then so is the result, as the model asked for."""
+    """Return whether an argument is a non-finite number. The model then requests a non-finite result itself."""
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
 
 def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[float]:
-    """The numbers among the arguments, then those that the function has by default: an epsilon is mostly one of these."""
+    """Yield the float arguments of a call, then the function's default values, since an epsilon is usually a default."""
     yield from (value for value in (*args, *kwargs.values()) if isinstance(value, float))
     code, names = getattr(func, "__code__", None), getattr(func, "__defaults__", None) or ()
     if code is not None:
@@ -335,7 +336,7 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Whether what is not finite is -infinity made of the dtype's smallest value: a mask to which something was added."""
+    """Return whether all non-finite values are -infinity from adding to the dtype's smallest value, as masks do."""
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]
     return smallest_given <= 0.99 * lowest and bool(torch.isneginf(odd).all())

@@ -1,4 +1,4 @@
-"""In which order a measurement runs the sequences, and what it watches in each."""
+"""Decides the order in which a measurement runs the sequences, and which modules it watches in each."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ class Step:
     """One sequence of a measurement."""
 
     number: int
-    """Its place among the inputs."""
+    """The index of the sequence among the inputs."""
     compares_modules: bool
-    """Whether modules are compared in it, or the main output alone."""
+    """Whether modules are compared in this sequence. If False, only the main output is compared."""
     left: tuple[int, ...]
-    """The numbers of the sequences that follow it, as far as is known."""
+    """The numbers of the sequences that are planned after this one."""
 
 
 class MeasurementPlan:
-    """The steps of a measurement over these inputs.
+    """The steps of a measurement over `batches`.
 
-    order: the numbers of the sequences as they are run. outline: the modules that are watched where modules are not compared, None
-    (all) before a pass has shown which; cached: those of them whose outputs are kept for the next measurement.
+    order: the sequence numbers in the order of running. outline: names of the modules watched in sequences without module
+    comparison, or None (all modules) before the first full pass. cached: names of the modules in `outline` whose outputs are kept
+    for later.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -36,7 +37,7 @@ class MeasurementPlan:
         self.cached: frozenset[str] | None = None
 
     def steps(self, all_modules: Callable[[], bool]) -> Iterator[Step]:
-        """Every sequence once; and where `all_modules()` says so at last, those in which modules were not compared once more."""
+        """Yield every sequence once. If `all_modules()` is True at the end, yield those without module comparison again."""
         without = list[int]()
         for turn, number in enumerate(self.order):
             compares = self.compares(number) or all_modules()
@@ -48,16 +49,16 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Whether modules are compared in a sequence, whatever is asked for."""
+        """Return whether modules are compared in a sequence even if the listener does not request it."""
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:
-        """The modules that are watched in a step; None for all."""
+        """Return the names of the modules watched in a step, or None for all modules."""
         return None if step.compares_modules else self.outline
 
     def add_calls(self, finished: Sequence[str], spans: Sequence[int], main: Collection[str]) -> None:
-        """Take in the calls of the first pass in which all modules were watched, as `outline` has them. main: the modules that
-        returned its main output. That is not kept for the next measurement: nothing runs after it, and it is the largest.
+        """Compute `outline` from the calls of the first pass that watched all modules. main: the modules that returned the main
+        output. Their outputs are not kept for the next measurement, because they are the largest and nothing runs after them.
         """
         if self.outline is None:
             self.outline = outline(finished, spans)
@@ -65,8 +66,8 @@ class MeasurementPlan:
 
 
 def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
-    """The numbers of the batches in the order in which they are run: the shortest, so that there is a figure soon, then the others
-    spread over the whole, since the parts of one text that follow each other are alike.
+    """Return the batch numbers in the order of running: the shortest first, so that a result is available soon; then the others,
+    with neighbours far apart, because consecutive parts of a text are alike.
     """
     count = len(batches)
     numbers = range(count)

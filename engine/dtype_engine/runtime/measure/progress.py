@@ -1,4 +1,4 @@
-"""How much of a measurement is done."""
+"""Reports the progress of a measurement."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _IGNORES = ModuleObserver()
 
 
 class MeasurementProgress(ModuleObserver):
-    """Observes every pass of a measurement, and tells how much of all is done, in elements of their inputs: of the pass under way
-    by its module calls. What it is given it passes on to the observer that the pass began with.
+    """Observes every pass of a measurement and reports progress, in input elements over all passes. The share of the current pass
+    is estimated from its finished module calls. All outputs are passed on to the observer given to `begin_pass`.
 
-    calls: of a pass in which every module is watched (True) or some are (False), as far as they were counted; it is kept current.
-    modules: how many the model has, the best guess before any pass.
+    calls: the number of calls in a pass that watches all modules (True) or only some (False), if known; it is updated after each
+    pass. modules: the number of the model's modules, used as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -36,9 +36,10 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """The sequences that are still to be run, the next one first, and those of them over which the reference runs too. rest:
-        the share of these that will be, by a guess: one that is larger than before counts only where there is more to do than was
-        said.
+        """Set the remaining sequences, starting with the next one, and those in `with_reference`, over which the reference also
+        runs.
+
+        rest: the estimated share of the remaining work that will be done. The total never grows merely because this estimate does.
         """
         self._end_pass()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -46,7 +47,7 @@ class MeasurementProgress(ModuleObserver):
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> None:
-        """A pass over a sequence begins; the one before has ended."""
+        """Start counting a pass over a sequence. The previous pass has ended."""
         self._end_pass()
         self._observer = observer or _IGNORES
         self._run, self._number, self._all = run, number, every_module
@@ -59,11 +60,11 @@ class MeasurementProgress(ModuleObserver):
         return observed
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Hand a router's choice on."""
+        """Pass a router's choice on to the observer."""
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """A call that was reused counts as one that ran."""
+        """Pass the result of a reused call on to the observer, and count the call as finished."""
         self._observer.replay(module, observed)
         self._call_finished()
 

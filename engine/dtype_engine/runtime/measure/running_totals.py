@@ -1,4 +1,4 @@
-"""What a measurement has so far: sums of every sequence, from which the figures are worked out when they are asked for."""
+"""The totals of a running measurement: sums for every sequence. Metrics are computed from them on request."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from dtype_engine.runtime.passes.one_pass import PassResult
 
 @dataclass(slots=True)
 class ReferenceRecord:
-    """What the reference gave for one sequence."""
+    """The reference's results for one sequence."""
 
     output_name: str
     output: torch.Tensor
     seconds: float
     modules: dict[tuple[str, int], torch.Tensor] | None
-    """The modules' outputs by (module, call); None where modules are not compared. One of them may be `output` itself."""
+    """The outputs of modules, keyed by (module, call), or None if modules are not compared. One of them may be `output` itself."""
     left_out: frozenset[str] = frozenset()
-    """The modules with an output that did not fit the memory."""
+    """Names of modules with an output that did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """The experts that routers chose; see `ModuleRecorder`."""
     nbytes: int = field(init=False)
@@ -42,12 +42,12 @@ class ReferenceRecord:
 
 
 class RunningTotals:
-    """What the sequences that were run so far gave; it grows with the next one.
+    """The totals over all sequences added until now. They do not depend on the order in which sequences were added.
 
-    The figures are the same in whatever order the sequences were run. output: the main output of the first. classes_dim: its
-    dimension that holds the logits of a distribution, None for no distribution. total: how many sequences there are. routed: the
-    model sends tokens to experts. A token that goes elsewhere moves the output a hundred times as far as others do, and is rare:
-    sequences without one say nothing of those to come, so how far they may be is not known.
+    output: the main output of the first sequence. classes_dim: the output dimension with the logits of a distribution, or None.
+    total: the number of all sequences. routed: whether the model routes tokens to experts. If so, no sampling error is given before
+    all sequences are done: a rerouted token changes the output a hundred times as much as others, and the sequences run until then
+    may have none.
     """
 
     def __init__(
@@ -55,9 +55,9 @@ class RunningTotals:
     ) -> None:
         self.output_name = output_name
         self.dimensions = output.ndim
-        """Of the main output: 3 for a distribution at every token, 2 for one an example."""
+        """The number of dimensions of the main output: 3 if each token has a distribution, 2 if each example has one."""
         self.numbers: list[int] = []
-        """Of the sequences, in the order in which they were run."""
+        """The numbers of the added sequences, in the order of adding."""
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim)
@@ -79,8 +79,10 @@ class RunningTotals:
         output: torch.Tensor,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Take in the sequence of this number: the candidate's pass over it and its main output. `set_modules` has the rest. A
-        sequence that was taken in before keeps its main output. kept: which positions count; see `KeptPositions.of_main`.
+        """Add the candidate's pass over a sequence and its main output. `set_modules` adds the results of modules.
+
+        If the sequence was added before, its main output is not added again. kept: the positions to compare; see
+        `KeptPositions.of_main`.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
@@ -97,22 +99,22 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """The sums of all modules in a sequence that was taken in."""
+        """Set the sums of all modules for a sequence that has been added."""
         self._modules[number] = modules
 
     @property
     def modules_sequences(self) -> int:
-        """In how many sequences modules were compared."""
+        """The number of sequences in which modules were compared."""
         return len(self._modules)
 
     @property
     def modules(self) -> tuple[ModuleDrift, ...]:
-        """The figures of every module, in the order in which they were first called; without those that are said to be left out."""
+        """The drift of every module, in the order of first calls, without modules whose outputs did not fit into memory."""
         names = dict.fromkeys(name for number in sorted(self._modules) for name in self._modules[number])
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """The figures of some modules, with their sums in a sequence that is under way."""
+        """Return the drift of these modules, including their sums in the sequence that is currently running."""
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
 
@@ -125,17 +127,17 @@ class RunningTotals:
 
     @property
     def output(self) -> OutputDrift:
-        """The main output's figures."""
+        """The metrics of the main output."""
         return self._comparison.result()
 
     @property
     def unit(self) -> str:
-        """The unit of the figure that drift is ranked by; see `unit_for`."""
+        """The unit of the drift metric used for ranking; see `unit_for`."""
         return unit_for(self._comparison.classes_dim, self.dimensions)
 
     @property
     def extent(self) -> Extent:
-        """How much of the inputs the figures are over, and how far they may be from those over all."""
+        """How many of the sequences the metrics cover, and the metrics' estimated errors relative to all sequences."""
         sequences = [self._comparison.sequences[number] for number in self.numbers]
         errors = (None, None) if self._routed and len(sequences) < self._total else self._errors(sequences)
         return Extent(
@@ -149,8 +151,8 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Of the relative L2 error and the mean KL over these, relative to themselves."""
-        # The square of the relative L2 error is a mean too: of each sequence's own, weighted by its energy.
+        """Return the relative standard errors of the relative L2 error and of the mean KL over these sequences; None if unknown."""
+        # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]
         square_error = relative_error(energies, squares, self._total)
@@ -162,35 +164,35 @@ class RunningTotals:
 
     @property
     def seconds(self) -> Seconds:
-        """Of all passes so far."""
+        """Durations of all passes in seconds."""
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:
-        """The main output's figures, without those of modules."""
+        """Return the metrics of the main output, without those of modules."""
         return PartialDrift(self.output, self.extent)
 
     def notices(self, output: OutputDrift) -> tuple[str, ...]:
-        """What a reader of these figures has to know. output: the main output's."""
+        """Return warnings for readers of the metrics. output: the metrics of the main output."""
         notices = list[str]()
         if output.nonfinite_reference:
-            of_others = "figures are of the others" + (
-                ", KL has none" if self._comparison.classes_dim is not None else ""
+            of_others = "the metrics cover the other values" + (
+                ", and KL is undefined" if self._comparison.classes_dim is not None else ""
             )
             notices.append(
-                f"the reference is not finite itself in {output.nonfinite_reference:,} of the {output.elements:,} values of "
+                f"the reference itself is not finite in {output.nonfinite_reference:,} of the {output.elements:,} values of "
                 f"{self.output_name}: {of_others}"
             )
         if self._left_out:
             notices.append(
-                f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit the memory that is free"
+                f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit into free memory"
             )
         shifted = {name for sums in self._modules.values() for name, each in sums.items() if not each.comparable}
         if shifted:
             notices.append(
                 f"{plural(len(shifted), 'module')} ({min(shifted)}{', ...' if len(shifted) > 1 else ''}) can't be compared element "
-                "by element: given other tokens than in the reference, or outputs of other shapes"
+                "by element: they got other tokens than in the reference, or their outputs have other shapes"
             )
         if self._left_wide:
             names = ", ".join(sorted(self._left_wide))
-            notices.append(f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone")
+            notices.append(f"inputs of {names} are not quantised: runtimes quantise only inputs of matrix products")
         return tuple(notices)

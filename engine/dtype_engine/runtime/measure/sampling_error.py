@@ -1,19 +1,19 @@
-"""How far a figure over the sequences run so far may be from the same figure over all of them.
+"""Estimates how far a mean over the sequences run until now may be from the mean over all sequences.
 
-Positions of one sequence are not independent, so a sequence counts as one observation (a cluster): with n of N sequences run,
-y_i the mean of sequence i and w_i its weight, ȳ = Σ w_i y_i / Σ w_i is a ratio estimate, whose variance between sequences is
-S² = Σ (w_i/w̄)² (y_i - ȳ)² / (n - 1) (Cochran, Sampling Techniques, 3rd edition, 6.3). The mean of all N lies
-S sqrt((N - n) / (n N)) from that of the n, one standard error: nothing is left to differ once all have been run.
+Positions of one sequence are not independent, so a sequence is one observation (a cluster). For n of N sequences, let y_i be the
+mean of sequence i and w_i its weight. Then ȳ = Σ w_i y_i / Σ w_i is a ratio estimate, with the variance between sequences S² = Σ
+(w_i/w̄)² (y_i - ȳ)² / (n - 1) (Cochran, Sampling Techniques, 3rd edition, 6.3). The standard error of ȳ, as an estimate of the mean
+over all N sequences, is S sqrt((N - n) / (n N)). It is 0 once all sequences have been run.
 
-Two sequences say little of S, and one says nothing. So S² is the mean of the measured one, with n - 1 degrees of freedom, and of
-one that is stated beforehand, with `_PRIOR_FREEDOM`: sequences differ by `_BETWEEN` of their mean (a scaled inverse chi-squared
-prior; Gelman et al., Bayesian Data Analysis, 3rd edition, 2.6), and more where the first one's own blocks of `_BLOCK` positions
-do: the error of its mean by batch means comes on top, since positions next to each other are alike.
+Two sequences give a poor estimate of S, and one gives none. So S² is a weighted mean of the measured S², with n - 1 degrees of
+freedom, and a prior S², with `_PRIOR_FREEDOM` (a scaled inverse chi-squared prior; Gelman et al., Bayesian Data Analysis, 3rd
+edition, 2.6). The prior assumes that sequences differ by `_BETWEEN` of their mean. To this it adds the error of the first
+sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighbouring positions are alike.
 
-`make benchmarks` prints how often the value over all sequences then lies within two errors. Limits: the sequences are taken for
-draws from one kind of text, so they have to be run in an order that is spread over it (`plan.running_order`); the next chapter
-alone says little of a book. Where one position in a thousand carries most of the KL, as in a mixture of experts whose router
-changes its mind, no estimate from a few sequences holds (half of the first figures did), and none is given.
+`make benchmarks` prints how often the mean over all sequences is then within two standard errors. The estimate has two limits.
+First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over the text
+(`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand may carry most of the KL.
+Estimates from a few sequences are then wrong (in half of our first tests), so none is given.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _BLOCK = 16
 
 
 def relative_error(weights: Sequence[float], means: Sequence[float], total: int, within: float = 0.0) -> float | None:
-    """One standard error of the weighted mean of what was run, to that of all `total` sequences, over that mean.
+    """Return the standard error of the weighted mean of `means`, as an estimate for all `total` sequences, divided by this mean.
 
     Args:
-        weights, means: Of each sequence that was run.
-        total: How many sequences there are.
+        weights, means: The weight and the mean of each sequence that was run.
+        total: The number of all sequences.
         within: The standard error of the first sequence's own mean (see `batch_means_error`).
 
     Returns:
-        0.0 where all were run. None where the mean is 0 or not finite: then nothing says how far the rest may be from it.
+        0.0 if all sequences were run, or None if the mean is 0 or not finite, so that the relative error is undefined.
     """
     count, weight = len(means), sum(weights)
     if count >= total:
@@ -54,9 +54,9 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
 
 
 def batch_means_error(values: torch.Tensor) -> float:
-    """The standard error of the mean of correlated values [positions], by the means of blocks of them.
+    """Return the standard error of the mean of correlated values [positions], computed from the means of blocks of positions.
 
-    0.0 where there are not two blocks.
+    Returns 0.0 if there are fewer than two blocks.
     """
     blocks = len(values) // _BLOCK
     if blocks < 2:

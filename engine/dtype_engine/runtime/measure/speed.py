@@ -1,4 +1,4 @@
-"""How long forward passes take: the model in the reference's dtype, as stored, and as cast now."""
+"""Times forward passes of the model in the reference's dtype, as stored, and as currently cast."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""`on_passes(what, done, total)`: what is timed, and passes of all that are to be timed; a row that takes fewer counts as whole."""
+"""Called as `on_passes(what, done, total)`: the row being timed, and the numbers of finished passes and of all passes. A row that
+needs fewer passes than planned is counted in full."""
 
 
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """Time whole passes over all inputs: one to warm up, then `repeats` (fewer, but never under 3, when they take long);
-    the median, the fastest and the slowest. Notices name a row that had to be left out.
+    """Time whole passes over all inputs: one warm-up pass, then `repeats` timed passes, or at least 3 if passes take long. The
+    report has the median, the fastest and the slowest of each row. A notice names each row that had to be skipped.
 
-    The float32 row is the model really cast to float32, as a user would run it, not the reference's way of widening each
-    weight as it is used. Afterwards the model is cast as planned. `runner` must not be watching. Raises NoForward,
-    KernelError, Cancelled.
+    For the float32 row, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
+    used. Afterwards, the model is cast according to `plan`. `runner` must not watch modules. Raises NoForward, KernelError,
+    Cancelled.
     """
     model, planned = runner.model, plan.dtypes
     reference = _reference_dtypes(model)
@@ -44,7 +45,7 @@ def measure_speed(
         for number, (label, casts) in enumerate(wanted):
             if label != "candidate" and (missing := _missing_bytes(model, casts)) > 0:
                 notices.append(
-                    f"{label}: not timed, {missing:,} bytes of memory are missing to hold the model in {_mix(model, casts)}"
+                    f"{label}: not timed: {missing:,} more bytes of memory are needed to hold the model in {_mix(model, casts)}"
                 )
                 continue
             model.apply(casts, cancelled=runner.cancelled)
@@ -72,7 +73,7 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """One row; `on_passes(done)` counts its own. The reference and the stored model run without the candidate's settings."""
+    """Time one row. `on_passes(done)` counts the passes of this row. Only the candidate runs with the candidate's settings."""
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call
     calls = [make_call(batch) for batch in inputs.batches]
@@ -106,7 +107,7 @@ def _timed(
 
 
 def _tokens(batch: Batch) -> int:
-    """Token positions in one batch; 0 where the inputs are not tokens."""
+    """Return the number of token positions in a batch, or 0 if its inputs are not tokens."""
     ids = batch.kwargs.get("input_ids")
     if ids is None and batch.args and isinstance(batch.args[0], torch.Tensor) and not batch.args[0].is_floating_point():
         ids = batch.args[0]
@@ -114,7 +115,7 @@ def _tokens(batch: Batch) -> int:
 
 
 def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Every castable weight in float32; float64 stays."""
+    """Return the dtypes of the float32 row: float32 for every castable weight, except that float64 weights stay in float64."""
     return {
         name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
         for name, weight in model.weights.items()
@@ -122,7 +123,7 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """How many bytes are missing to hold the model in these dtypes, what is held now counted as free."""
+    """Return how many more bytes of memory are needed to hold the model in these dtypes. Memory of current casts counts as free."""
     needed = sum(
         tensor_bytes(weight.info, casts[name])
         for name, weight in model.weights.items()
@@ -136,7 +137,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """The dtypes of the weights, by badge, those with the most bytes first."""
+    """Return the short names of the weights' dtypes, those with the most bytes first."""
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

@@ -1,4 +1,4 @@
-"""What casts lose of the values that a checkpoint stores, counted without a live model."""
+"""Counts the values that casts would lose in a checkpoint's tensors, without a live model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def losses_in_files(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> tuple[ValueLoss, ...]:
-    """What casts by a plan lose, read straight from a checkpoint's files, a tensor at a time; in the tree's order.
+    """Return the losses of a plan's casts, in the order of the tree. Tensors are read from the checkpoint's files one at a time.
 
-    A tensor packed of several in the files gives an entry for each part, under its name in the files.
-    `on_progress(done, total)` counts tensors. Raises UserError for a file that can't be read, Cancelled.
+    If the files store a tensor in several parts, there is one entry for each part, under its name in the files. `on_progress(done,
+    total)` counts tensors. Raises UserError if a file can't be read, and Cancelled.
     """
     counted = {} if counted is None else counted
     changed = [

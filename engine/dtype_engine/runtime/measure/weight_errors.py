@@ -1,4 +1,4 @@
-"""Round-trip errors of a whole checkpoint under a plan, tensor by tensor, straight from its files."""
+"""Computes the round-trip errors of a checkpoint's tensors under a plan, directly from the files."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def round_trips(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """The error of every tensor that the plan changes, in the tree's order. `on_progress(done, total)` counts tensors.
+    """Yield the error of every tensor that the plan changes, in the order of the tree. `on_progress(done, total)` counts tensors.
 
-    A tensor packed of several in the files gives an entry for each part, under its name in the files. Those that the
-    files do not hold are left out. Raises UserError for a file that can't be read or was changed meanwhile.
+    If the files store a tensor in several parts, there is one entry for each part, under its name in the files. Tensors that are
+    not in the files are omitted. Raises UserError if a file can't be read or has changed since it was opened.
     """
     watch = Watch(checkpoint.identities)
     changed = [
@@ -50,7 +50,7 @@ def round_trips_of_live(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """The same of a model that is open, for one that was made by code."""
+    """Yield the error of every tensor that the plan changes in a live model, such as one built in Python."""
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):
         on_progress(done, len(changed))
@@ -58,7 +58,7 @@ def round_trips_of_live(
 
 
 def skipped(tree: Tree) -> list[SkippedTensor]:
-    """The tensors that no cast is ever tried on, in the tree's order, and why."""
+    """Return the tensors that can never be cast, in the order of the tree, with the reasons."""
     return [
         SkippedTensor(
             tensor.name, tensor.dtype, tensor.uncastable_reason or f"is stored as {tensor.dtype}, which is never cast"
@@ -71,9 +71,9 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 def inspect_weight(
     checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
+    """Return a tensor's histogram of exponents and its error in each dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
-        raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
+        raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
     refuse_changed(checkpoint.identities)
     return _reading(name, read_tensor(checkpoint, name), checkpoint.dtype(name), targets, cancelled)
 
@@ -81,7 +81,8 @@ def inspect_weight(
 def inspect_live_weight(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """The same of a tensor of an open model, as it was before any cast: from its file where that has it as one tensor.
+    """Return what `inspect_weight` returns, for an uncast tensor of an open model. The tensor is read from the checkpoint's file if
+    it is stored there in one part.
 
     Raises UserError, Cancelled.
     """

@@ -1,1 +1,1 @@
-"""The torch-function mode that every forward pass runs under: what it adds to plain torch."""
+"""The torch-function modes under which forward passes run, and the operations that they add to plain torch."""

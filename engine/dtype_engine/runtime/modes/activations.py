@@ -1,8 +1,8 @@
-"""Which inputs of an operation are rounded together with its weight, and doing it: the run setting `quantize_activations`.
+"""Rounds the inputs of matrix products with quantised weights, as the run setting `quantize_activations` requests.
 
-Runtimes quantise the inputs of matrix products alone, so only these are rounded, in any form that a model may call them. A weight
-is followed through what is a function of it alone: its transpose, an expert's part of it, a cast of it. Convolutions, recurrent
-layers and torch's own attention modules stay as they are, and are named in `left_wide`.
+Runtimes quantise only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
+tensor computed from one weight alone (its transpose, a cast of it, one expert's part of it) counts as that weight. Inputs of
+convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` names these operations.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.numerics.activations import quantize_activations
 
 _LEFT, _RIGHT = -1, -2
-"""The dimension that a product sums over: of its left matrix, and of its right one."""
+"""The dimension over which a matrix product sums: in its left matrix, and in its right matrix."""
 
 _Operand = tuple[int, str, int]
-"""An argument's position, its keyword, and the dimension that is summed over."""
+"""The position and the keyword of an argument, and its dimension over which the product sums."""
 _PRODUCTS: dict[str, tuple[_Operand, _Operand]] = {
     "linear": ((0, "input", _LEFT), (1, "weight", _LEFT)),
     "matmul": ((0, "input", _LEFT), (1, "other", _RIGHT)),
@@ -47,12 +47,12 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Products too, whose inputs no runtime quantises, or whose parts can't be seen from outside."""
+"""Operations with products inside whose inputs are not rounded: no runtime quantises them, or the mode can't reach them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """The operand of a product that is to be rounded: its index among the two, the format, and the dimension summed over."""
+    """Which operand of a product to round (0 or 1), to which format, and the dimension over which the product sums."""
 
     operand: int
     dtype: str
@@ -60,15 +60,15 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Knows which tensors of a pass are quantised weights or made of one, and rounds what these are multiplied with."""
+    """Tracks which tensors of a pass are quantised weights or computed from one, and rounds activations multiplied by them."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
-        """Operations whose weight was quantised and whose input was not rounded."""
+        """Names of operations with a quantised weight whose input was not rounded."""
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """The format of each quantised weight among these, by id; `stored`: of those that the caller knows itself."""
+        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats that the caller knows."""
         found = {}
         for tensor in tensors:
             dtype = stored.get(id(tensor)) or self._made.get(tensor)
@@ -77,7 +77,7 @@ class ActivationRounding:
         return found
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
-        """Remember the results of an operation as weights, if it had no other floats than weights of one format."""
+        """Treat the results of an operation as quantised weights if all its float arguments were weights of the same format."""
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (dtype := kinds.pop()) is not None:
@@ -88,7 +88,7 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
     ) -> Rounds | None:
-        """The operand that is to be rounded, None where there is none. The arguments are those that the model gave."""
+        """Return which operand to round, or None if none is rounded. The arguments are those from the model's own call."""
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -110,9 +110,9 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """The arguments that torch is to be called with, one operand rounded; and that operand as it was before.
+        """Return the call's arguments with one operand rounded, and the original operand.
 
-        dtype: what the operand is cast to first, None for its own.
+        dtype: the dtype to which the operand is cast before rounding; if None, it keeps its dtype.
         """
         operand = (rounds.operand + 1, "", 0) if name == "einsum" else _PRODUCTS[name][rounds.operand]
         before: torch.Tensor = _operand(args, kwargs, operand)
@@ -125,7 +125,10 @@ class ActivationRounding:
 
 
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
-    """Which of two operands is the weight, and its format: the right one where both are, since a learnt token is an input."""
+    """Return the index (0 or 1) and the format of the operand that is the weight, or None if there is none.
+
+    If both are weights, the right one is returned: the left one is then an input, such as a learnt token.
+    """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
     dtype = known[index]
@@ -138,7 +141,7 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
-    """`wanted` of an einsum of two tensors that sums over one letter of both."""
+    """Return which operand of an einsum to round, or None. An einsum must have two tensors and sum over one letter in both."""
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

@@ -1,4 +1,4 @@
-"""The casts that `torch.autocast` makes."""
+"""Records the casts that `torch.autocast` makes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
+    """Records the casts that `torch.autocast` makes inside operations. Torch-function modes can't see these casts."""
 
     def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The candidate: the weights as they are cast now, run as plain torch would run a module that has them."""
+"""The candidate: the model with its currently cast weights, run as plain torch would run it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize
 
 
 class CandidateMode(WeightMode):
-    """Every weight as it is cast. One in a storage format is brought back in the activation's dtype, or, where there is no
-    activation (an embedding look-up), in `compute`.
+    """Uses every weight as it is cast. A weight in a storage format is dequantized to the dtype of the activation in the same
+    operation, or to `compute` if there is no activation (in an embedding look-up).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CandidateMode(WeightMode):
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """The values of a weight that is in a storage format now."""
+    """Return the values of a weight that is currently in a storage format."""
     assert weight.scale is not None
     return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
 
@@ -49,7 +49,7 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """The rows at `ids` of a table [rows, width] in the format `storage`: [*ids, width]."""
+    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`, as [*ids, width]."""
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks

@@ -1,7 +1,7 @@
-"""What the modes share: tables of torch's operations by name, walking the arguments of a call, and the call itself.
+"""Helpers for all modes: tables of torch operations by name, functions that inspect a call's arguments, and the call itself.
 
-`func.__name__` is the name of an operation here: that of the `torch.Tensor` method or of the function in `torch` or
-`torch.nn.functional` which the model called.
+The name of an operation is `func.__name__`: the name of the `torch.Tensor` method, or of the function in `torch` or
+`torch.nn.functional`, that the model called.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 Arguments = tuple[Any, ...]
 
 
-# Questions about a tensor that no value has part in: answered by the tensor as it is.
+# Queries that do not depend on a tensor's values. The original tensor answers them.
 METADATA = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous",
@@ -40,14 +40,14 @@ _MISSING_KERNEL = re.compile(
 
 
 class CallSite(Protocol):
-    """Where a call comes from, for its error: the dotted name of the module that is running, and the device."""
+    """Where a call comes from, for its error message: the dotted name of the running module, and the device."""
 
     module: str
     device: torch.device
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call torch. Raises what torch raises, and KernelError, which names what is missing, where there is no kernel."""
+    """Call a torch function. If torch has no kernel, raises KernelError with the operation and dtype; else raises as torch does."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -57,8 +57,8 @@ def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dic
 def recover(
     func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite, error: RuntimeError
 ) -> Any:
-    """What a call gives that raised `error`, where there is another way to it: without autocast, which knows neither float64 nor
-    recurrent layers on the CPU, or a group of products one by one. Raises as `call_torch` does.
+    """Run a call that raised `error` in another way, if there is one: without autocast, which does not support float64 or recurrent
+    layers on the CPU; or, for a grouped product, one product at a time. Otherwise raises as `call_torch` does.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):
@@ -78,7 +78,7 @@ def _kernel_error(
     site: CallSite,
     error: Exception,
 ) -> KernelError:
-    """Name what is missing, and try which dtype would have worked."""
+    """Return an error that names the missing kernel and the first of several dtypes in which the call works."""
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     refused = floats[0].dtype if floats else torch.float32
     nearest = None
@@ -97,7 +97,7 @@ def _kernel_error(
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """The product of each group of rows with its own matrix, where torch's kernel has no such dtype.
+    """Multiply each group of rows by its own matrix, for dtypes that torch's grouped kernel does not support.
 
     rows [tokens, k], weights [groups, k, n], offs [groups]: the end of each group's rows. Returns [tokens, n].
     """
@@ -110,24 +110,24 @@ def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, *
 
 
 def promoted_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
-    """`torch.promote_types` of the dtypes of one or more tensors."""
+    """Return the dtype to which `torch.promote_types` promotes the dtypes of one or more tensors."""
     return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
 def takes_rows(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
-    """Whether `embedding(ids, table, ...)` just takes rows; with `max_norm` it changes the table first."""
+    """Return whether `embedding(ids, table, ...)` only selects rows. With `max_norm`, it first changes the table."""
     return 2 <= len(args) < 4 and kwargs.get("max_norm") is None
 
 
 def is_in_place(name: str) -> bool:
-    """Whether an operation of this name writes to its first argument."""
+    """Return whether an operation of this name writes to its first argument."""
     if name.startswith("__"):
         return (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")) or name == "__setitem__"
     return name.endswith("_") and not name.startswith("_")
 
 
 def tensors_in(args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors among the arguments of a torch call; lists, tuples and dictionaries are looked into."""
+    """Return all tensors among the arguments of a torch call, including those in lists, tuples and dicts."""
     tensors: list[torch.Tensor] = []
     for value in args:
         _collect(value, tensors)
@@ -150,7 +150,7 @@ def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
 def replace_tensors(
     args: Arguments, kwargs: dict[str, Any], new: Mapping[int, torch.Tensor]
 ) -> tuple[Arguments, dict[str, Any]]:
-    """The same arguments with some tensors (by `id`) replaced."""
+    """Return the arguments with some tensors replaced. `new` is keyed by the `id` of the old tensor."""
     if not new:
         return args, kwargs
     return tuple(_swap(value, new) for value in args), {key: _swap(value, new) for key, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""The reference, with the weights as cast in some modules: the error of these, without anything that others add."""
+"""The reference with cast weights in only some modules, to measure the error of these modules alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class PartialCastMode(WeightMode):
-    """A module that `inside` takes (by its dotted name) uses the weights as they are cast now, as the candidate does; any other
-    uses the weights as stored, widened.
+    """Uses the currently cast weights in modules for which `inside(name)` is True, as the candidate does. In all other modules,
+    uses the stored weights, widened, as the reference does.
 
-    drifting: the weights (by `id`) whose dtype is not the reference's.
+    drifting: the `id`s of the weights whose dtype differs from the reference's.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class PartialCastMode(WeightMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """How many module calls had finished before a module first used one of the drifting weights, or asked for its dtype."""
+        """For each module, the number of calls finished before it first used a drifting weight or read the weight's dtype."""
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         if not self.inside(self.module):

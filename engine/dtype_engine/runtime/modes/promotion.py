@@ -1,8 +1,8 @@
-"""A call whose float arguments have several dtypes: as torch runs it, or, where torch raises, with these in one dtype.
+"""Runs calls whose float arguments have several dtypes. If torch refuses a call, the call runs with one common dtype instead.
 
-Which calls torch refuses is found by calling it, and remembered by the operation and the form of its arguments. Where it raises
-over dtypes, all float arguments are cast to one: that of the call's weights if there are any (of several dtypes the promoted one),
-else `torch.promote_types` of all. An operation that writes to one of its arguments keeps that one's dtype.
+Whether torch refuses is found by calling it, and is remembered for each operation and form of arguments. The common dtype is that
+of the weights among the arguments (promoted, if the weights have several dtypes), else the promoted dtype of all float arguments.
+An operation that writes to an argument uses that argument's dtype.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from dtype_engine.runtime.modes.op_tables import (
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_"})
-"""Operations that never promote: the second tensor only says which dtype or shape the result has."""
+"""Operations without promotion: their second tensor only gives the dtype or shape of the result."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""The forms of mixed calls that torch has run."""
+"""Forms of calls with several dtypes that torch accepts."""
 _refused: set[Any] = set()
-"""The forms of mixed calls that torch has refused, and run with all arguments in one dtype."""
+"""Forms of calls with several dtypes that torch refuses, but runs if all arguments have one dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCast:
-    """One tensor that changed dtype on its way into an operation."""
+    """The cast of one tensor on its way into an operation."""
 
     module: str
     """The dotted name of the module that called the operation."""
     operation: str
     source: str
     target: str
-    """A storage dtype means that the tensor was rounded to that format and is computed with in the dtype that it had."""
+    """The dtype of the cast. If it is a storage format, the tensor was rounded to this format but is used in its own dtype."""
     elements: int
     torch_raises: bool
-    """Whether plain torch refuses the call. Otherwise the cast is torch's own promotion."""
+    """Whether plain torch refuses the call. If False, torch makes this cast itself."""
 
 
 class MixedCallSite(CallSite, Protocol):
-    """Where a call comes from, and what is to be noted of it."""
+    """Where a call comes from, and how its casts are recorded."""
 
     record: Callable[[ImplicitCast], None] | None
-    """Is called with every implicit cast, where given."""
+    """Called with every implicit cast, or None."""
     operation: str
-    """What torch is being called for, while the casts in it are torch's."""
+    """The operation for which torch is being called, if casts inside the call are made by torch; otherwise ""."""
     added: bool
-    """Is set where a call ran with other arguments than the model gave it."""
+    """Set to True if a call ran with arguments that differ from the model's own."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight or a view of one."""
+        """Return whether the tensor is a weight or a view of one."""
 
 
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
-    """Call torch with arguments that may have several float dtypes.
+    """Call a torch function whose float arguments may have several dtypes.
 
-    Raises what torch raises for another reason than dtypes, and KernelError where there is no kernel.
+    Raises KernelError if there is no kernel, and torch's own error if the reason is not a difference in dtypes.
     """
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     if len({tensor.dtype for tensor in floats}) < 2:
@@ -113,13 +113,13 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """The note of a cast of `tensor` to `target`."""
+    """Return the record of a cast of `tensor` to `target`."""
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
 
 def _form(value: Any) -> Any:
-    """What of an argument may decide whether torch refuses a call: dtypes, numbers of dimensions, and words."""
+    """Return what may make torch refuse an argument: its dtype and number of dimensions, or the value of a string or flag."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.ndim
     if isinstance(value, (list, tuple)):
@@ -130,7 +130,7 @@ def _form(value: Any) -> Any:
 
 
 def _destination(name: str, args: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """The tensor that a call writes to, None where it gives a new one."""
+    """Return the tensor to which a call writes, or None if the call returns a new tensor."""
     written = kwargs.get("out")
     if written is None and is_in_place(name) and args:
         written = args[0]
@@ -150,7 +150,7 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Note the casts that torch made of its own accord: to what it computed in, or to what it wrote to."""
+    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to."""
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]
@@ -160,7 +160,7 @@ def _note_promotions(
         target = promoted_dtype(sized)
         made = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point()]
         if made and all(tensor.dtype != target for tensor in made):
-            return  # a norm of bfloat16 rows with float32 weights takes them as they are
+            return  # such as a norm of bfloat16 rows, which uses float32 weights without a cast
     else:
         return
     for tensor in sized:
@@ -169,7 +169,7 @@ def _note_promotions(
 
 
 class _BeforeCall:
-    """What a call that may fail on its way could have changed: the tensor that it writes to, and random number generators."""
+    """Saves what a failing call may have changed: the tensor to which it writes, and random number generators."""
 
     def __init__(self, name: str, args: Arguments, kwargs: dict[str, Any], device: torch.device) -> None:
         self._destination = _destination(name, args, kwargs)
@@ -182,7 +182,7 @@ class _BeforeCall:
         self._generators = [(generator, generator.get_state()) for generator in (*own, *given)]
 
     def restore(self) -> None:
-        """Put back what the call has changed."""
+        """Restore the saved tensor and generators."""
         for generator, state in self._generators:
             generator.set_state(state)
         if self._destination is None or self._values is None or torch.equal(self._destination, self._values):

@@ -1,4 +1,4 @@
-"""The reference: the weights as stored, each widened to float32 as it is used, without a second copy of the model."""
+"""The reference: the stored weights, each widened to float32 when it is used, without a second copy of the model."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operations whose result is no view of a weight."""
+"""Operations whose result is never a view of a weight."""
 
 
 class ReferenceMode(WeightMode):
-    """Every weight as stored, widened as it is used. It replaces those that the module does not hold so itself.
+    """Uses every weight as stored, widened when it is used. Replaces the weights for which the module itself holds other values.
 
-    A weight stored in float64 stays float64. Look-ups in an embedding widen only the rows they take.
+    Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
-    widened: the memory for large weights, used where that is safe: on a CPU, without gradients. Not for passes in which another
-    mode keeps what it sees. None: new memory for each.
+    widened: reused memory for large widened weights, for use on a CPU without gradients, and only if no other mode keeps the
+    tensors that it sees. If None, each widened weight is in new memory.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ReferenceMode(WeightMode):
 
 
 def holds_reference(weight: Weight) -> bool:
-    """Whether the module's own tensor is what the reference computes with."""
+    """Return whether the tensor that the module holds has the reference's values and dtype."""
     if not weight.info.castable and weight.stored_scale is None:
         return True
     held = not weight.changed or weight.stashed is not None
@@ -57,12 +57,12 @@ def holds_reference(weight: Weight) -> bool:
 
 
 def reference_dtype(weight: Weight) -> torch.dtype:
-    """The dtype that the reference has a weight in: float64 where it is stored so, else float32."""
+    """Return the dtype of a weight in the reference: float64 if it is stored in float64, else float32."""
     return torch.float64 if weight.original.dtype == torch.float64 else torch.float32
 
 
 def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
-    """A weight's stored values in `reference_dtype` of it, on `device`, in the stored shape."""
+    """Return a weight's stored values in its `reference_dtype`, on `device`, in the stored shape."""
     stored, dtype = weight.original, reference_dtype(weight)
     if weight.stored_scale is not None:
         return dequantize(stored.to(device), weight.stored_scale, dtype, dtypes.BY_NAME[weight.info.dtype].blocks)
@@ -70,7 +70,7 @@ def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
 
 
 def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The rows at `ids` of a table [rows, width] in the reference: [*ids, width]."""
+    """Return the reference's values of the rows at `ids` of a table [rows, width], as [*ids, width]."""
     stored, dtype = weight.original.to(device), reference_dtype(weight)
     if weight.stored_scale is not None:
         return dequantized_rows(stored, weight.stored_scale, weight.info.dtype, ids, dtype)
@@ -78,6 +78,6 @@ def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> t
 
 
 def reference_name(model: LiveModel) -> str:
-    """The name of the dtype that the reference computes in, for the report."""
+    """Return the name of the dtype in which the reference computes, for reports."""
     stored = {weight.original.dtype for weight in model.weights.values() if weight.info.castable}
     return dtype_name(torch.float64 if torch.float64 in stored else torch.float32)

@@ -1,11 +1,11 @@
-"""The mode that every forward pass runs under, reference and candidate alike: plain torch, and two things more.
+"""The base mode of all forward passes, both of the reference and of the candidate. It adds two operations to plain torch:
 
-1. A weight that can't be computed with as it is held (a storage format; for the reference, any that is not in its dtype) is
-   replaced by its values.
-2. A call that torch refuses over dtypes is made again with its arguments in one dtype: see `promotion`.
+1. A weight that the pass can't use as the module holds it is replaced by its values. In the candidate, this is a weight in a
+   storage format; in the reference, a weight that is not in the reference's dtype.
+2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
-What a pass writes to a weight lasts until the pass ends: afterwards the module has the weights that it had. So every pass is the
-model's first one, and what a model makes of its weights when it is first called is made of the weights as they are cast.
+If a pass writes to a weight, the new values last only until the pass ends; the module then has its previous weights. Each pass
+therefore starts like the first one, and values computed from the weights at the first call are computed from the cast weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """What a torch function is to the mode."""
+    """The kind of a torch function, which decides how the mode handles it."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -73,11 +73,11 @@ def _kind_of(func: Any) -> _Kind:
 
 
 class WeightMode(TorchFunctionMode):
-    """Sees every torch call of a forward pass.
+    """Intercepts every torch call of a forward pass.
 
-    A subclass says which weights it replaces (`replaced`) and by what (`values_of`, `dtype_of`, `rows_of`).
+    A subclass decides which weights are replaced (`replaced`) and by which values (`values_of`, `dtype_of`, `rows_of`).
 
-    weights: by `id` of the tensor in the module.
+    weights: all weights, keyed by the `id` of the tensor in the module.
     """
 
     def __init__(
@@ -91,39 +91,39 @@ class WeightMode(TorchFunctionMode):
         super().__init__()
         self.weights = weights
         self.device = device
-        """Where the pass runs."""
+        """The device on which the pass runs."""
         self.compute = compute
-        """The dtype of a storage-only weight that meets no activation."""
+        """The dtype to which a weight in a storage format is dequantized if its operation has no activation."""
         self.rounding = rounding
-        """Rounds what meets a quantised weight, where given (the setting `quantize_activations`)."""
+        """Rounds activations multiplied by quantised weights, or None (the setting `quantize_activations`)."""
         self.record: Callable[[ImplicitCast], None] | None = None
-        """Is called with every implicit cast, where given."""
+        """Called with every implicit cast, or None."""
         self.added = False
-        """Whether a call so far ran with other arguments than the model gave it, because of dtypes."""
+        """Whether any call of the pass needed arguments other than the model's own, because of dtypes."""
         self.module = ""
-        """The dotted name of the module that is running, kept current by whatever runs the pass."""
+        """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
-        """How many module calls have finished, kept current in the same way."""
+        """The number of finished module calls. The code that runs the pass keeps it current."""
         self.kept: Sequence[torch.Tensor] = ()
-        """Tensors that are no weights, and that a pass has to leave as they are too."""
+        """Tensors other than weights that must have their old values after the pass."""
         self.first_use: dict[int, int] = {}
-        """`finished` when a weight was first used, or a question about it was answered, by `id` of its tensor."""
+        """The value of `finished` when a weight or one of its properties was first used, by `id` of its tensor."""
         self.operation = ""
-        """What torch is being called for; "" where the model itself names the dtype."""
+        """The operation for which torch is being called, or "" if the model itself passes a `dtype`."""
         self._replaced = set(replaced)
         self._written: dict[int, torch.Tensor] = {}
-        """What the pass has made of weights that it wrote to, by `id`."""
+        """The current values of weights to which the pass has written, by `id`."""
         self._standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-        """The `id` of the weight whose values a tensor is that the model was given in its place."""
+        """For each tensor that the model got in place of a weight: the `id` of that weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By `id` of a tensor: its data, to which the pass wrote through another one with that memory, and a copy from before."""
+        """By `id`: tensors whose memory the pass changed through another tensor, each with a copy of the old values."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """Dtypes that weights of recurrent modules are said to have, by `id`."""
+        """The dtypes reported to recurrent modules for their weights, by `id`."""
 
     @property
     def wrote(self) -> bool:
-        """Whether the pass wrote to a weight, or to what else it has to leave as it is."""
+        """Whether the pass wrote to a weight or to one of the tensors in `kept`."""
         return bool(self._written or self._held)
 
     def __exit__(self, *exception: Any) -> None:
@@ -147,7 +147,7 @@ class WeightMode(TorchFunctionMode):
         key = id(args[0])
         for given in args:
             if id(given) in self.weights:
-                self.note_use(id(given))  # some questions tell the dtype
+                self.note_use(id(given))  # the answer may reveal the dtype
         if kind is _Kind.SET and func.__self__ is torch.Tensor.data and key in self.weights:
             self._set_data(key, args[1])
             return None
@@ -156,9 +156,9 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Any call that is no question about a tensor; `name` is `func.__name__`.
+        """Run an operation; `name` is `func.__name__`. Queries of properties and metadata do not come here.
 
-        Thousands of calls a pass come by here. Nearly all have arguments of one dtype, which are computed with as they are held.
+        A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
         """
         as_given, dtype = self.rounding is None and self.record is None, None
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -183,11 +183,11 @@ class WeightMode(TorchFunctionMode):
             return recover(func, name, args, kwargs, self, error)
 
     def note_use(self, key: int) -> None:
-        """The weight whose tensor has this `id` is used now, or a question about it is answered."""
+        """Record that the weight whose tensor has this `id`, or one of its properties, is used now."""
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """`tensor.dtype`, `tensor.T` and the like: of a weight that is replaced, those of its values."""
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is that of the replacement values."""
         key = id(args[0])
         weight = self.weights.get(key)
         if weight is not None:
@@ -207,43 +207,43 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """The dtype of a weight that is replaced."""
+        """Return the dtype of a replaced weight, also after the pass has written to it."""
         return self._written[key].dtype if key in self._written else self.dtype_of(weight)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
-        """The dtype that a weight which is replaced has for the model's own code."""
+        """Return the dtype of a replaced weight that the model's own code sees."""
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """The values of a weight that is replaced, on the device, in the weight's shape. dtype: of the activation that it meets."""
+        """Return the values that replace a weight, on the device, in its shape. dtype: that of the activation in the operation."""
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
-        """The same of all weights of one operation, whose name is given."""
+        """Return the values that replace all `weights` in the operation `name`. dtype: the dtype of the operation's activation."""
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """What a look-up takes from a table that is replaced [rows, width]: [*ids, width], with no other row brought back."""
+        """Return the rows at `ids` of a replaced table [rows, width], as [*ids, width], without computing other rows."""
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Whether the values of a weight come from a storage format now, so that what meets it may be rounded."""
+        """Return whether a weight's values are currently dequantized from a storage format, so that activations may be rounded."""
         return False
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight, a view of one, or the values of one."""
+        """Return whether a tensor is a weight, a view of a weight, or the values that replace one."""
         if isinstance(tensor, nn.Parameter):
-            return True  # one that the model has made
+            return True  # a parameter that the model created during the pass
         base = base_of(tensor)
         return any(
             id(each) in self.weights or each in self._standing_for for each in (tensor, base) if each is not None
         )
 
     def arguments_of(self, module: nn.Module, args: Arguments) -> Arguments:
-        """The positional arguments to call a module with.
+        """Return the positional arguments with which to call a module.
 
-        `nn.RNN`, `nn.LSTM` and `nn.GRU` compare dtypes in Python and raise before torch is called. So the second rule is applied to
-        them as a whole: their floats come in the promoted dtype of the module's weights.
+        `nn.RNN`, `nn.LSTM` and `nn.GRU` compare dtypes in Python and raise before they call torch. Float arguments of these modules
+        are therefore cast to the promoted dtype of the module's weights.
         """
         if not isinstance(module, nn.RNNBase) or torch.is_autocast_enabled(self.device.type):
             return args
@@ -263,7 +263,7 @@ class WeightMode(TorchFunctionMode):
         return replace_tensors(args, {}, casts)[0]
 
     def _dtype_beside(self, tensor: torch.Tensor, activation: torch.dtype) -> torch.dtype:
-        """The dtype of a weight's values in an operation with an activation of this dtype."""
+        """Return the dtype of a weight's values in an operation whose activation has the dtype `activation`."""
         key = id(tensor)
         if key not in self._replaced:
             return tensor.dtype
@@ -272,7 +272,7 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """A call with a weight that is replaced, with several dtypes, or of which something is noted."""
+        """Run a call that has a replaced weight or several dtypes, or whose casts or weights are tracked."""
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             if id(tensor) in self.weights:
@@ -284,7 +284,7 @@ class WeightMode(TorchFunctionMode):
         formats = self.rounding.formats(tensors, quantized)
         rounds = self.rounding.wanted(name, args, kwargs, formats) if formats else None
         output = self._with_values(func, name, args, kwargs, tensors, found, rounds)
-        if formats and name != "embedding":  # whose rows are activations
+        if formats and name != "embedding":  # an embedding returns activations, not weights
             self.rounding.follow(output, tensors, formats)
         return output
 
@@ -298,7 +298,7 @@ class WeightMode(TorchFunctionMode):
         found: Mapping[int, Weight],
         rounds: Rounds | None,
     ) -> Any:
-        """Call torch with the values of the weights that were found, and one operand rounded if it is to be."""
+        """Call torch with the values of the weights in `found`, and with one operand rounded if `rounds` is given."""
         if found:
             self.added = True
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
@@ -317,12 +317,12 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def _activation_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
-        """The promoted dtype of the floats that are no weights; None where there are none."""
+        """Return the promoted dtype of the float tensors that are not weights, or None if there are none."""
         floats = [tensor for tensor in tensors if tensor.is_floating_point() and not self.is_weight(tensor)]
         return promoted_dtype([tensor for tensor in floats if tensor.ndim] or floats) if floats else None
 
     def _values(self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str) -> dict[int, torch.Tensor]:
-        """The values of weights that are replaced, by `id`. dtype: of the activation that they meet in the operation `name`."""
+        """Return the values that replace weights in an operation, by `id`. dtype: the dtype of the operation's activation."""
         held = {key: weight for key, weight in found.items() if key not in self._written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():
@@ -333,13 +333,13 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """The values of one weight that is replaced, for something else than an operation with an activation."""
+        """Return the values that replace one weight, outside of an operation with an activation."""
         return self._values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
         self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
     ) -> tuple[Arguments, dict[str, Any]]:
-        """The arguments, with the operand that meets a quantised weight rounded; in what autocast computes in, under it."""
+        """Return the arguments with one operand rounded. Under autocast, the operand is first cast to autocast's dtype."""
         assert self.rounding is not None
         self.added = True
         kind = self.device.type
@@ -350,8 +350,10 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """The arguments of a call that writes to the first of them, or to `out`. If that is a weight, the call gets a copy, which
-        is the weight for the rest of the pass; if it is in a weight's memory, the weight is put back after the pass.
+        """Return the arguments for a call that writes to its first argument or to `out`.
+
+        If this destination is a weight, the call gets a copy, which replaces the weight for the rest of the pass. If it shares
+        memory with a weight, the weight's values are saved and restored after the pass.
         """
         destination = kwargs.get("out", args[0] if args else None)
         if not isinstance(destination, torch.Tensor):
@@ -381,7 +383,7 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """The model sets a weight's `data`, as `child.to(torch.float32)` does: it has these values for the rest of the pass."""
+        """Use `value` for a weight for the rest of the pass: the model has set the weight's `data`, as `to(torch.float32)` does."""
         if id(value) in self._replaced:
             value = self._value(id(value))
         value = value.detach()
@@ -390,7 +392,7 @@ class WeightMode(TorchFunctionMode):
         self._replaced.add(key)
 
     def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The weights, and what else is to be left as it is, that have memory in common with a tensor."""
+        """Yield the weights and `kept` tensors that share memory with a tensor."""
         if self._addresses is None:
             lasting = [*(weight.tensor for weight in self.weights.values()), *self.kept]
             self._addresses = sorted(((*_span(each), each) for each in lasting), key=lambda span: span[:2])
@@ -403,7 +405,7 @@ class WeightMode(TorchFunctionMode):
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of a tensor's first byte, and after its last; 0 where it has none."""
+    """Return the address of a tensor's first byte and the address after its last byte, or (0, 0) if it has no memory."""
     if not tensor.numel() or tensor.layout is not torch.strided:
         return 0, 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,4 +1,4 @@
-"""Memory for weights that are widened to be used, in the place of new memory for each."""
+"""Reused memory for widened weights, so that not every weight needs new memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 
 _WORTH_SHARING = 1 << 20
-"""Bytes. Below, memory is given out again without asking the kernel for it."""
+"""Minimum size in bytes for reused memory. Smaller allocations are cheap, since they need no call to the operating system."""
 _ALIGNMENT = 64
 
 
 class WidenedWeights:
-    """Large weights in the dtype of the reference, for one pass: each is widened into the same memory, one operation after another.
-    On a CPU, for operations that hold no argument.
+    """Widens the large weights of one pass into the same memory, one operation after another. Use it on a CPU, for operations that
+    keep no reference to their arguments.
 
-    Memory that is new for each costs as much as a third of the product (24 times [150, 896] x [896, 4864]: 296 ms, 220 ms with
-    shared memory; 2 cores, AMD EPYC).
+    New memory for each weight would take up to a third of the product's time (24 times [150, 896] x [896, 4864]: 296 ms, or 220 ms
+    with reused memory; 2 cores, AMD EPYC).
 
-    dtype_of: what a weight is widened to.
+    dtype_of: returns the dtype to which a weight is widened.
     """
 
     def __init__(self, dtype_of: Callable[[Weight], torch.dtype]) -> None:
@@ -29,11 +29,11 @@ class WidenedWeights:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def values(self, weights: Collection[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
-        """As `value_of` gives them, which is asked for all small ones. Large ones last until the next call."""
+        """Return the values of weights: large ones in the reused memory, valid until the next call; others from `value_of`."""
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
         if sum(sizes) > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is taken
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory before allocating the new one
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
         places = dict(zip(map(id, shared), accumulate(sizes, initial=0), strict=False))
         values = []
@@ -49,7 +49,7 @@ class WidenedWeights:
         return weight.original.numel() * self._dtype_of(weight).itemsize
 
     def _is_worth_sharing(self, weight: Weight) -> bool:
-        """Whether a weight is widened at all, by values alone, into what is laid out as it is."""
+        """Return whether a weight can be widened by a plain copy into the reused memory, and is large enough."""
         stored = weight.original
         return (
             weight.stored_scale is None

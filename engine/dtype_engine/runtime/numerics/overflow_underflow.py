@@ -28,7 +28,7 @@ from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""The losses counted until now, keyed by (tensor, dtype)."""
+"""The losses counted until now, keyed by (tensor, dtype), or None if the cast only rounds values."""
 
 
 class _Counts(NamedTuple):
@@ -40,7 +40,7 @@ class _Counts(NamedTuple):
     saturated: int = 0
     nonfinite: int = 0
     zeros: int = 0
-    """Number of zeros after the cast, whatever these values were before it."""
+    """Number of zeros after the cast, including values that were zero before it."""
 
 
 class LossCounter:
@@ -145,7 +145,7 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Count the losses in one flat piece in a computed dtype, except lost channels. `after` may be on another device."""
+    """Count the losses in one flat piece, except lost channels, for a dtype that PyTorch computes in. `after` may be on a GPU."""
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
     if _is_finite(after):  # a value that is not finite before the cast is not finite after it
@@ -175,7 +175,9 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite in float32. May return False if only their sum is not; the caller then checks each."""
+    """Return whether all values are finite. It may return False if only their sum is infinite; the caller
+    then checks each value.
+    """
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
@@ -210,7 +212,7 @@ def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Return how many output channels have nonzero values that all become zero in a cast to a computed dtype. Raises Cancelled."""
+    """Return how many output channels have nonzero values, all of which become zero in a cast. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

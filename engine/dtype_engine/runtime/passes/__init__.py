@@ -1,1 +1,1 @@
-"""Forward passes: calls of modules, their outputs, what need not run again."""
+"""Forward passes: running a model, observing its modules, and reusing outputs of earlier passes."""

@@ -1,4 +1,4 @@
-"""How a pass notices every call of a module, and is stopped between two of them."""
+"""Intercepts every module call of a forward pass, so that the pass can observe the call or stop before it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Call = Callable[..., Any]
 
 
 class ModuleCalls:
-    """Reports the calls of the modules below one to the pass that is `under_way`, from `watch` or `only_stop` to `remove`.
+    """Reports the calls of all submodules of `module` to the current pass, from `watch` or `only_stop` until `remove`.
 
-    It is a function that torch calls in place of a module, and that calls it as torch would: what hooks make of its output is the
-    output. As hooks of its own it would take 25 µs a call right after a large product, when nothing is in a cache any more (Intel
-    Xeon with AMX). Where a model's code calls `forward` by itself, no module is called.
+    torch calls a function of this class in place of each module. That function calls the module with its hooks, so an output that a
+    hook has changed is the one reported. Forward hooks would be slower: 25 µs per call after a large product, when the caches are
+    cold (Intel Xeon with AMX). If a model's code calls a submodule's `forward` directly, that call is not reported.
 
     Attributes:
-        under_way: the pass that the calls are reported to, None between passes.
-        modules: those whose calls are reported, and the one that they are below.
+        under_way: the pass to which calls are reported, or None between passes.
+        modules: the module and all its submodules.
 
-    autocast_on: the type of the device for which torch.autocast is on in a pass, if it is.
+    autocast_on: the device type for which passes enable torch.autocast, or None.
     """
 
     def __init__(self, module: nn.Module, cancelled: IsCancelled, autocast_on: str | None = None) -> None:
@@ -42,21 +42,21 @@ class ModuleCalls:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """Report the calls of all modules."""
+        """Start reporting the calls of all submodules."""
         self._put_everywhere(self._reporting)
 
     def only_stop(self) -> None:
-        """Report nothing; a pass can be stopped before every module."""
+        """Start checking for cancellation before each module call, without reporting calls."""
         self._put_everywhere(self._stopping)
 
     def remove(self) -> None:
-        """Leave nothing on the modules."""
+        """Stop intercepting calls, and restore the modules."""
         for undo in self._undo:
             undo()
         self._undo.clear()
 
     def with_hooks(self) -> frozenset[str]:
-        """Modules with forward hooks: transformers collects hidden states with such."""
+        """Return the names of modules with forward hooks, such as those by which transformers collects hidden states."""
         return frozenset(name for name, module in self._modules.items() if has_forward_hooks(module))
 
     def _put_everywhere(self, made: Callable[[str], Call]) -> None:
@@ -105,8 +105,8 @@ class ModuleCalls:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes. In a model's
-        `torch.inference_mode` it would make tensors that can't be written to after the pass.
+        """Run the block's arithmetic apart from the pass: the pass's mode does not see it, and autocast and the model's own
+        `torch.inference_mode` are off. (Tensors created in inference mode could not be written to after the pass.)
         """
         with ExitStack() as contexts:
             if torch.is_inference_mode_enabled():

@@ -1,7 +1,7 @@
-"""Which dimension of a main output holds the classes of a distribution, if one does.
+"""Finds the dimension of a main output that holds the classes of a distribution, if the output is a distribution.
 
-The name of the output does not say: transformers calls class scores, pixels and mask values alike `logits`. The class of the model
-and its configuration do. A setting overrides both.
+The output's name is not enough: transformers uses `logits` for class scores, pixels and mask values alike. The model's class and
+its configuration decide, unless the setting `classes_dim` is given.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dtype_engine.core.options import ClassesDim
 
 _LAST = -1
 _BY_CLASS: tuple[tuple[str, int | None], ...] = (
-    # Segmentation gives every pixel a distribution over classes: [batch, classes, height, width].
+    # Segmentation outputs a distribution over classes for every pixel: [batch, classes, height, width].
     ("*ForSemanticSegmentation", 1),
     ("*ForDensePrediction", 1),
-    # Masks: each pixel of each mask has a sigmoid.
+    # Masks have an independent sigmoid for each pixel.
     ("*ForImageSegmentation", None),
-    # These detectors are trained with cross-entropy over the classes of a query, all others with a sigmoid for each class.
+    # These detectors are trained with cross-entropy over the classes of a query; all others have one sigmoid per class.
     ("DetrForObjectDetection", _LAST),
     ("TableTransformerForObjectDetection", _LAST),
     ("YolosForObjectDetection", _LAST),
@@ -29,30 +29,30 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # Pretraining that reconstructs pixels with a squared error.
     ("*MAEForPreTraining", None),
     ("HieraForPreTraining", None),
-    # Pretraining that asks of every token whether it was replaced: [batch, positions], a sigmoid each.
+    # Pretraining that predicts for every token whether it was replaced: [batch, positions], one sigmoid each.
     ("ElectraForPreTraining", None),
     ("FunnelForPreTraining", None),
-    # Several answers, or speakers, may be right at once: a sigmoid each.
+    # Several answers or speakers may be correct at once, so each has a sigmoid.
     ("ViltForQuestionAnswering", None),
     ("*ForAudioFrameClassification", None),
-    # Start and end of a video clip, and the motion of pixels, are real numbers.
+    # The start and end of a video clip, the motion of pixels and depths are real numbers.
     ("*ForVideoGrounding", None),
     ("*ForOpticalFlow", None),
     ("*ForDepthEstimation", None),
-    # SigLIP compares each image with each text on its own; CLIP takes a softmax over the texts.
+    # SigLIP compares each image and text independently; CLIP computes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Class names as globs, and the dimension of the classes; None for no distribution. The first that matches decides."""
+"""Patterns of class names with the dimension of the classes, or None if the output is no distribution. The first match decides."""
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
-"""Outputs that hold class scores in their last dimension where `_BY_CLASS` does not say otherwise."""
+"""Names of outputs whose last dimension holds class scores, unless `_BY_CLASS` states otherwise."""
 _NOT_EXCLUSIVE = ("regression", "multi_label_classification")
-"""Values of `config.problem_type` under which a classifier's outputs are real numbers, or have a sigmoid each."""
+"""Values of `config.problem_type` for classifiers whose outputs are real numbers or independent sigmoids, not a distribution."""
 
 
 def classes_dimension(module: nn.Module, name: str, output: torch.Tensor, setting: ClassesDim = "auto") -> int | None:
-    """The dimension of the main output `name` that holds logits over classes or tokens, counted from 0; None for no distribution.
+    """Return the dimension (from 0) of the main output `name` that holds class or token logits, or None if there is none.
 
-    Raises UserError where the setting names a dimension that the output does not have, or one with fewer than two values.
+    Raises UserError if `setting` names a dimension that the output does not have, or one with fewer than two values.
     """
     if setting == "none":
         return None
@@ -79,5 +79,5 @@ def _known_dimension(module: nn.Module, name: str, output: torch.Tensor) -> int 
         for pattern, dimension in _BY_CLASS:
             if fnmatchcase(each, pattern):
                 return dimension
-    # An unknown class with four dimensions has maps of some kind, and which dimension has the classes is not known.
+    # An output with four dimensions consists of maps. For an unknown model class, the dimension of the classes is unknown.
     return _LAST if output.ndim <= 3 else None

@@ -1,4 +1,4 @@
-"""One forward pass under way: which modules run, what finished, and whose outputs of an earlier pass are reused."""
+"""The state of a running forward pass: the active modules, the finished calls, and the reused outputs of an earlier pass."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
 class ModuleObserver:
-    """Gets every module's output as the pass goes by, and ignores what its subclass does not take."""
+    """Receives the outputs of modules during a pass. This base class ignores them; subclasses override what they need."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """Take a module's first float tensor, in any shape; `call` counts that module's calls from 0. What it returns is kept
-        with the output.
+        """Receive the first float tensor of a module's output, of any shape. `call` counts the calls of this module from 0. The
+        return value is cached together with the output.
         """
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Take the first tensor of integers, [tokens, ...], that a module returned next to float tensors: a router's choice of
-        experts. It comes before the module's own output.
+        """Receive the experts that a router chose: the first integer tensor, [tokens, ...], that a module returned next to float
+        tensors. This is called before the call for the module's float output.
         """
 
     def replay(self, module: str, observed: Any) -> None:
-        """Take what an earlier pass's observer returned, for a call whose output is reused from that pass."""
+        """Receive what `__call__` returned in an earlier pass, for a module call whose output is reused from that pass."""
 
 
 class ForwardPass:
-    """The state of one forward pass while it is under way.
+    """The state of one running forward pass.
 
     Attributes:
-        calls: how many calls of each module that is watched have finished.
-        inside: the modules that are running, the innermost last, or the one that raised.
-        began: how many calls had finished before each of those that are running.
-        finished: the modules of the calls that have finished, one after another.
-        spans: of each of them how many calls had finished when it began, where every module is watched.
-        effects: what watches for side effects, if anything does.
-        observing_seconds: seconds spent on observing, which do not belong to the pass.
+        calls: the number of finished calls of each watched module.
+        inside: the names of the running modules, innermost last. After an exception, the last one is the module that raised it.
+        began: for each running module, the number of calls that had finished when it began.
+        finished: the module names of all finished calls, in order.
+        spans: for each entry of `finished`, the number of calls that had finished when it began, if all modules are watched.
+        effects: detects side effects, or None.
+        observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
 
-    weights: the model's, by `id`. watched: the modules whose outputs are observed, None for all.
+    weights: the `id`s of the model's weights. watched: the names of the modules to observe; if None, all modules.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ForwardPass:
         self.observing_seconds = 0.0
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
-        """A module is called."""
+        """Record that a module is called with these arguments."""
         self.inside.append(name)
         self.began.append(len(self.finished))
         if self.effects is not None:
@@ -80,18 +80,18 @@ class ForwardPass:
         self.mode.module = name
 
     def watches(self, name: str) -> bool:
-        """Whether what a module returns is observed."""
+        """Return whether the outputs of this module are observed."""
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """The call of an earlier pass whose output is what the module would return now."""
+        """Return the call of an earlier pass whose output can replace the module's next call, or None."""
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
-        """A module has returned, or an earlier output has replaced its own."""
+        """Record that a module has returned `output`, or that an output of an earlier pass has replaced its call."""
         while self.inside.pop() != name:
-            self.began.pop()  # it raised, and what called it went on
+            self.began.pop()  # this module raised an exception that its caller handled
         began = self.began.pop()
         if self.effects is not None:
             self.effects.finish(name, len(self.inside))
@@ -103,8 +103,10 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Take in what a watched module returned, or all that an earlier output replaces. began: how many calls had finished when
-        it began.
+        """Give a watched module's output to the observer and the cache. If the output is reused, do so for all calls that it
+        replaces.
+
+        began: the number of calls that had finished when the module began.
         """
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
@@ -124,7 +126,7 @@ class ForwardPass:
             self.finished.append(name)
             self.spans.append(began)
             return
-        # Everything that had finished inside it counts as finished again, with what was observed of it.
+        # All calls that finished inside the reused call count as finished again, with their stored observations.
         for same in self.earlier.within(index):
             self.observer.replay(same.module, same.observed)
             self.calls[same.module] += 1
@@ -135,7 +137,7 @@ class ForwardPass:
 
 
 def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """The first tensor of integers with two dimensions or more."""
+    """Return the first integer tensor among the outputs that has at least two dimensions, or None."""
     for each in outputs:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:
             return each

@@ -1,8 +1,8 @@
-"""Which positions of a batch count: those that its masks do not leave out as padding.
+"""Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
-A mask has the shape [batch, positions], 1 where a position counts. In an encoder-decoder model the decoder has positions of its
-own, of which its mask and labels of -100 leave some out. Where nothing is left out there is no mask, and comparisons copy
-nothing.
+A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
+positions; a mask of the decoder and labels of -100 leave out some of these. If no position is left out, the mask is None, and
+comparisons avoid a copy.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from torch import nn
 from dtype_engine.runtime.inputs import Batch
 
 _POSITION_OUTPUTS = ("start_logits",)
-"""Outputs of one number a position, [batch, positions]."""
+"""Names of outputs with one number for each position, [batch, positions]."""
 _DECODER = re.compile("decoder")
 _CROSS_ATTENTION = re.compile(
     r"(EncDecAttention|encoder_attn|cross_attn|crossattention)\b.*\b(k|v|k_proj|v_proj|key|value)$"
 )
-"""Modules of a decoder whose rows are the encoder's positions."""
+"""Matches the names of decoder modules whose output rows are positions of the encoder."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptPositions:
-    """The masks of one batch, bool [batch, positions] on the model's device; at least one is not None."""
+    """The masks of one batch: bool [batch, positions] on the model's device. At least one mask is not None."""
 
     encoder: torch.Tensor | None
-    """Of the encoder, or of the whole model where that has one stack of layers."""
+    """The mask of the encoder's positions, or of the whole model's if it has no decoder of its own."""
     decoder: torch.Tensor | None
-    """Of an encoder-decoder model's decoder."""
+    """The mask of the decoder's positions in an encoder-decoder model."""
     has_decoder: bool
 
     @classmethod
     def of(cls, module: nn.Module, batch: Batch, device: torch.device) -> KeptPositions | None:
-        """The masks among the arguments of a call; None where they leave nothing out."""
+        """Return the masks among the arguments in `batch`, or None if they leave out no position."""
         given = _arguments(module, batch)
         has_decoder = bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
         encoder, decoder = _ones(given.get("attention_mask")), None
@@ -52,14 +52,16 @@ class KeptPositions:
         return None if encoder is None and decoder is None else cls(encoder, decoder, has_decoder)
 
     def of_main(self, name: str, output: torch.Tensor) -> torch.Tensor | None:
-        """The mask of the main output `name`; None where nothing of it is left out."""
+        """Return the mask for the main output `name`, or None if no position of it is left out."""
         mask = self.decoder if self.has_decoder else self.encoder
         has_positions = output.ndim > 2 or name in _POSITION_OUTPUTS
         return mask if mask is not None and has_positions and output.shape[:2] == mask.shape else None
 
     def of_module(self, name: str, call: int, output: torch.Tensor) -> torch.Tensor | None:
-        """The mask of what a module returned: [batch, positions] for an output [batch, positions, ...], and [batch x positions] for
-        one that has these in one dimension. None where nothing of it is left out, or its rows are no positions.
+        """Return the mask for a module's output, or None if no position is left out or the rows are not positions.
+
+        The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
+        two dimensions are flattened into one.
         """
         mask = self.decoder if self.has_decoder and _is_of_decoder(name, call) else self.encoder
         if mask is None or output.ndim < 2:
@@ -70,8 +72,8 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Whether the rows of a call's output are positions of the decoder. Both parts may share an embedding, which runs for the
-    encoder first.
+    """Return whether the rows of a call's output are positions of the decoder. An embedding that encoder and decoder share is
+    called for the encoder first.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None
@@ -79,7 +81,7 @@ def _is_of_decoder(name: str, call: int) -> bool:
 
 
 def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """The arguments of a call by name, as far as the module names them."""
+    """Return the arguments of a call by name. Positional arguments are omitted if the module's signature does not name them."""
     if not batch.args:
         return batch.kwargs
     try:
@@ -89,12 +91,12 @@ def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def _ones(mask: object) -> torch.Tensor | None:
-    """Where a mask [batch, positions] is 1; None where the value is no such mask."""
+    """Return a bool tensor that is True where the mask [batch, positions] is 1, or None if the value is not such a mask."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not bool(((mask == 0) | (mask == 1)).all()):
         return None
     return mask == 1
 
 
 def _on(device: torch.device, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """A mask on a device; None where it leaves out nothing, or everything, so that there would be nothing to compare."""
+    """Return a mask on a device, or None if the mask keeps all positions or (with nothing left to compare) no position."""
     return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask.to(device)

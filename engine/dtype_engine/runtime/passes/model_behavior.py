@@ -1,4 +1,4 @@
-"""What forward passes have shown of a model."""
+"""Facts about a model that its forward passes have shown."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from dtype_engine.runtime.passes.side_effects import SideEffects
 
 @dataclass
 class ModelBehavior:
-    """What is known of one model from the passes that were run over it, so that each thing is found out once.
+    """Facts about one model that its passes have shown, kept so that each fact is determined only once.
 
-    A session has one, which all that run passes over its model share. A new one is always right: it only knows less.
+    All measurements of a session share one instance. A new instance is always valid; it only contains fewer facts.
     """
 
     observed: bool = False
-    """Whether a pass was watched for side effects: without one the next two fields say nothing."""
+    """Whether any pass was checked for side effects. If False, `writers` and `stateful` mean nothing."""
     writers: set[str] = field(default_factory=set)
-    """Modules that change what they are given: an output that one returned before can't take the place of calling it."""
+    """Names of modules that change their arguments. Reusing such a module's earlier output can't replace calling it."""
     stateful: bool = False
-    """Whether calls depend on more than what they are given: on tensors that the model keeps, or on random numbers."""
+    """Whether outputs of modules depend on more than their arguments: on tensors that the model keeps, or on random numbers."""
 
     def add_effects(self, effects: SideEffects) -> None:
-        """Take in what a pass did apart from returning its output."""
+        """Add the side effects of one pass."""
         self.observed = True
         self.writers |= effects.writers
         self.stateful |= effects.drew_numbers()
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """The first uses of both; the smaller count where a weight has two."""
+    """Merge two mappings of weights to first uses. For a weight in both, the smaller count is used."""
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

@@ -1,4 +1,4 @@
-"""What one forward pass is asked to do, and what it gives."""
+"""The options and the result of one forward pass."""
 
 from __future__ import annotations
 
@@ -15,43 +15,44 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What a pass does apart from running the model. The defaults do nothing."""
+    """What a pass does in addition to running the model. With the defaults, it does nothing else."""
 
     watched: frozenset[str] | None = None
-    """The modules whose outputs the observer is given; None for all."""
+    """Names of the modules whose outputs the observer receives. If None, all modules."""
     learns: bool = False
-    """Whether side effects are noted in the model's `ModelBehavior`."""
+    """Whether to detect side effects and record them in the model's `ModelBehavior`."""
     cache_bytes: int = 0
-    """How many bytes of outputs may be kept for a later pass; 0: there is no cache."""
+    """Maximum number of bytes of outputs to keep for a later pass. If 0, no cache is created."""
     cached: frozenset[str] | None = None
-    """The modules whose outputs are kept; None for all that are watched."""
+    """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Outputs of an earlier pass over the same input: those that can't have changed are reused. It is emptied if none are."""
+    """Outputs of an earlier pass over the same input. Those that can't have changed are reused. If none can be reused, all are
+    released."""
     prefix: int | None = None
-    """How many calls of `earlier` can't have changed; None: those before the first use of a weight that was cast since."""
+    """The number of calls at the start of `earlier` that can't have changed. Only `ForwardRunner.partial` uses it."""
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """Makes a context to enter outside of the pass's mode, which it is given."""
+    """Receives the pass's mode, and returns a context manager that the pass enters before the mode."""
 
 
 @dataclass(slots=True)
 class PassResult(Generic[Output]):
-    """What a pass gave."""
+    """The result of a pass."""
 
     output: Output
     seconds: float
-    """Wall time, without what observing took. Calls that were reused took none."""
+    """Wall time in seconds, without the time spent on observers. Reused calls take no time."""
     finished: list[str]
-    """The modules of its calls, in the order in which these ended."""
+    """The module names of all calls, in the order in which the calls ended."""
     spans: list[int]
-    """How many calls had finished when each of `finished` began; shorter where not every module was watched."""
+    """For each entry of `finished`, the number of calls finished when it began. Shorter if some modules were not watched."""
     first_use: dict[str, int]
-    """How many calls had finished when each weight was first used."""
+    """For each weight that was used, the number of calls that had finished before its first use."""
     added: bool
-    """Whether anything ran that plain torch does not run: a weight was brought back from a storage format, or a call was made
-    with other dtypes than the model gave it."""
+    """Whether anything ran that plain torch would not run: a weight was dequantized, or a call got arguments in other dtypes than
+    those from the model."""
     reused: bool = False
-    """Whether outputs of an earlier pass took the place of some calls."""
+    """Whether outputs of an earlier pass replaced some calls."""
     cache: OutputCache | None = None
-    """The outputs that are kept for a later pass."""
+    """The outputs kept for a later pass, or None."""
     left_wide: frozenset[str] = frozenset()
-    """Operations with a quantised weight whose input was not rounded, where activations are quantised."""
+    """If activations are quantised: names of operations with a quantised weight whose input was not rounded."""

@@ -1,11 +1,11 @@
-"""Unchanged prefixes are not run twice.
+"""Keeps the outputs of a pass, so that a later pass does not repeat calls that can't have changed.
 
-A cache has the modules of a pass's calls in the order in which they finished, and of those that were watched what they returned.
-When a later recipe changes only weights that were first used after some calls had finished, those calls would return the very
-same again: their stored outputs are returned instead, and only the outermost of them need to be called at all.
+A cache lists the finished calls of a pass in order, with the outputs of watched modules. If a later recipe changes only weights
+that were first used after the first n calls had finished, these n calls would return the same outputs. The later pass then returns
+the stored outputs of the outermost of these calls, and does not call the modules inside them.
 
-Outputs are kept by reference, not copied: a tensor's version counter tells whether something wrote to it later in the
-pass, and such a call is not reused.
+Outputs are stored by reference, not copied. The version counter of a tensor shows whether it was written to later in the pass; if
+so, the call is not reused.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dtype_engine.runtime.model.torch_private import base_of, version_of
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module: how many calls had finished when it began and before it finished, what it returned, and what the
-    observer made of that.
+    """One finished call of a module: how many calls had finished when it began and when it ended, its output, and what the observer
+    returned for it.
     """
 
     module: str
@@ -37,7 +37,7 @@ class ModuleCall:
 
     @property
     def usable(self) -> bool:
-        """Whether the output is made of tensors only, and still what it was."""
+        """Whether the output can be reused: `record_call` accepted it, and nothing has written to its tensors since then."""
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 
@@ -47,11 +47,11 @@ _OPAQUE = object()
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
-    """Note a call. span: how many had finished when it began and before it finished.
+    """Return the record of a finished call. span: how many calls had finished when it began and when it ended.
 
-    What can't be reused: an output with anything but tensors and plain values in it (a cache, say), one of the `weights` (by `id`)
-    or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients, one without a count
-    of what was written to it, and a nested one.
+    An output is not reusable if it contains objects other than tensors and plain values (such as a key-value cache), or a tensor of
+    one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later operations; a tensor
+    with an autograd graph; a tensor without a version counter; a nested tensor.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
@@ -60,7 +60,7 @@ def record_call(
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors) or not all(_can_be_reused(tensor, weights) for tensor in tensors):
         return ModuleCall(module, call, *span, _OPAQUE, observed)
-    # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
+    # In new containers, because models write to outputs of their submodules (CLIP adds the projected text).
     kept = _rebuilt(output, lambda tensor: tensor)
     return ModuleCall(module, call, *span, kept, observed, tuple((t, version_of(t)) for t in tensors))
 
@@ -77,12 +77,13 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 
 @dataclass(slots=True)
 class OutputCache:
-    """The outputs of one pass: the calls that were watched, in the order they finished, and the dtypes of the weights.
+    """The outputs of one pass: its recorded calls in the order in which they finished, and the dtypes of the weights.
 
-    only: the modules whose outputs it keeps, None for all. names: the modules of all calls of the pass, one after another.
-    first_use: how many calls had finished when each weight was first used.
+    only: names of the modules whose outputs are kept; if None, those of all modules. names: the module names of all calls, in
+    order. first_use: for each weight, the number of calls that had finished before its first use.
 
-    Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty.
+    At most `budget` bytes of outputs are kept (`nbytes`, with each storage counted once). If a pass exceeds it, the cache becomes
+    empty.
     """
 
     dtypes: Mapping[str, str]
@@ -109,34 +110,36 @@ class OutputCache:
             self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Append a call without its output: one that it is in is reused, or it runs again. span: as for `record_call`."""
+        """Append a call without its output. Such a call is only reused as part of an outer call. span: as in `record_call`."""
         if self.budget >= 0:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 
     def release(self) -> None:
-        """Keep no outputs any more: where nothing of them is reused, the next pass has their memory while it is in a cache."""
+        """Release all outputs. If none of them is reused, the next pass can use their memory while it is in the CPU's cache."""
         self.calls.clear()
         self._storages.clear()
         self.nbytes = 0
 
     def within(self, index: int) -> list[ModuleCall]:
-        """The call at an index of `calls`, after those that finished inside it."""
+        """Return the calls that finished inside the call at `index` of `calls`, followed by that call itself."""
         began_after = self.calls[index].began_after
         first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
         return self.calls[first : index + 1]
 
     def changed(self, dtypes: Mapping[str, str]) -> set[str]:
-        """The weights that have another dtype among these."""
+        """Return the names of the weights whose dtype differs between the cached pass and `dtypes`."""
         return {name for name, dtype in dtypes.items() if self.dtypes[name] != dtype}
 
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """The outermost of the first `prefix` calls by (module, call): their indices in `calls`. A call that can't be reused runs,
-        and those inside it are reused by themselves. So it is with one of a `hooked` module or that has calls of such in it: their
-        hooks need their outputs, and may have changed them; and nothing inside a reused call is called at all. And with one of the
-        `writers`, which change what they are given: what has such a call in it gave that itself, or is one of them."""
-        before = [0]  # calls of hooked modules before each
+        """Return the outermost reusable calls among the first `prefix` calls: (module, call) and their index in `calls`.
+
+        If a call can't be reused, it runs again, and calls inside it are checked separately. This is so for unusable outputs, for
+        the `writers`, which change their arguments, and for calls of or around `hooked` modules, because hooks must see the
+        outputs.
+        """
+        before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:
             before.append(before[-1] + (name in hooked))
         indices: dict[tuple[str, int], int] = {}
@@ -152,16 +155,16 @@ class OutputCache:
 
 
 def clone_output(output: Any) -> Any:
-    """An output with tensors of its own, so that what is written to them later does not reach the stored ones."""
+    """Return a copy of an output, including its tensors, so that later writes to the copy do not change the stored output."""
     return _rebuilt(output, torch.Tensor.clone)
 
 
 def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """An output in containers of its own, with `change` of every tensor in it."""
+    """Return an output in new containers, with each tensor replaced by `change(tensor)`."""
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, dict):
-        made = copy(output)  # its own `copy` may call its class without what that asks for
+        made = copy(output)  # the dict's own `copy` may lack arguments that its class requires
         for key, value in output.items():
             made[key] = _rebuilt(value, change)
         return made
@@ -171,7 +174,7 @@ def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 
 def _tensors_of(output: Any, tensors: list[torch.Tensor]) -> bool:
-    """Collect the tensors of an output; False when there is anything else in it than tensors and plain values."""
+    """Append the tensors in an output to `tensors`. Returns False if it contains anything other than tensors and plain values."""
     if isinstance(output, torch.Tensor):
         tensors.append(output)
         return True

@@ -1,4 +1,4 @@
-"""Which tensor of a module's output is compared."""
+"""Selects the tensor of an output that is compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_engine.runtime.model.containers import parts_of
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
-    """The first float tensor in a module's output: the output itself, or one inside a container, however it is nested."""
+    """Return the first float tensor in a module's output: the output itself, or a tensor at any depth in a container; or None."""
     if isinstance(output, torch.Tensor):
         return (
             output if output.is_floating_point() and output.layout is torch.strided and not output.is_nested else None
@@ -29,9 +29,9 @@ _MAIN_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logit
 
 
 def main_output(output: Any) -> tuple[str, torch.Tensor]:
-    """The output that drift is measured on: logits, else the last hidden state, else the first float tensor.
+    """Return the name and tensor on which drift is measured: the logits, else the last hidden state, else the first float tensor.
 
-    Raises NoForward when the model returned no float tensor at all, or one without values.
+    Raises NoForward if the model returned no float tensor, or one without elements.
     """
     name, tensor = _main_output(output)
     if tensor is not None and not tensor.numel():

@@ -1,4 +1,4 @@
-"""Forward passes of a live model, observed module by module, and stopped between two of them."""
+"""Runs forward passes of a live model, observes its modules, and stops between two module calls if cancelled."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _IGNORES = ModuleObserver()
 
 
 class ForwardRunner:
-    """Runs a live model, observed and stoppable between two modules, while it is open.
+    """Runs forward passes of a live model. It is a context manager: passes are observed and can be cancelled only inside its block.
 
-    What is run is a function that calls the module: `reference_call` and `candidate_call` make one of a batch. Every way to run
-    takes `PassOptions`, reports to one observer and returns a `PassResult`. All raise NoForward, KernelError and Cancelled.
+    Each method that runs a pass gets a function that calls the module, which `reference_call` or `candidate_call` creates for a
+    batch. It also accepts `PassOptions` and an observer, returns a `PassResult`, and raises NoForward, KernelError and Cancelled.
 
-    watch: without it a pass can be stopped, but nothing is observed. behavior: what is known of the model, shared by all that run
-    passes over it; by default nothing is.
+    watch: if False, passes can be cancelled but are not observed. behavior: facts about the model, shared by everything that runs
+    its passes; if None, no facts are known.
     """
 
     def __init__(
@@ -72,33 +72,33 @@ class ForwardRunner:
         self._calls.remove()
 
     def without_settings(self) -> ForwardRunner:
-        """The same passes with none of the candidate's settings, for use while this one is open."""
+        """Return a runner of the same model without the candidate's settings. Use it inside this runner's block."""
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch, self.behavior)
 
     def reference_call(self, batch: Batch) -> Callable[[], Any]:
-        """What runs the module on a batch as the reference gets it."""
+        """Return a function that runs the module on a batch with the reference's input dtypes."""
         return partial(self.reference_batch(batch).run, self.model.module)
 
     def candidate_call(self, batch: Batch) -> Callable[[], Any]:
-        """What runs the module on a batch as the candidate gets it."""
+        """Return a function that runs the module on a batch with the candidate's input dtypes."""
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
-        """A batch as the reference gets it: floating inputs in float32 (float64 where the weights are stored in it)."""
+        """Return a batch for the reference: float inputs in float32, or in float64 if all weights are stored in float64."""
         dtype = torch.float64 if self._stored_dtypes() == {"float64"} else torch.float32
         return batch.on(self.model.device, dtype)
 
     def candidate_batch(self, batch: Batch) -> Batch:
-        """A batch as the candidate gets it: floating inputs as given, or as the settings want them."""
+        """Return a batch for the candidate: float inputs stay in their dtype or are cast, depending on the settings."""
         return batch.on(self.model.device, self._input_dtype())
 
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the weights as stored, in float32 (float64 where they are stored in it), without a second set of them."""
-        # Another mode around this one may keep what it sees: then every widened weight needs memory of its own.
+        """Run the stored weights in float32 (or float64 if stored in float64), without a second copy of all weights."""
+        # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
-        on_cpu = self.model.device.type == "cpu"  # elsewhere there may be no room for all of them
+        on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
         with stored_values(self.model) if on_cpu else nullcontext():
             mode = ReferenceMode(self.model.by_id, self.model.device, widened)
             return self._run(call, mode, options, observer)
@@ -106,7 +106,7 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model as it is cast now, and reuse what can't have changed since `options.earlier`."""
+        """Run the model as it is currently cast, and reuse the outputs of `options.earlier` that can't have changed."""
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
@@ -118,7 +118,7 @@ class ForwardRunner:
         mode = CandidateMode(self.model.by_id, self._compute, self.model.device, self._rounding())
         result = self._run(call, mode, options, observer, cache, reused, self._autocast)
         if cache is not None:
-            # What was not run again noted nothing: what was known of it holds.
+            # Reused calls recorded no first uses, so those of the earlier pass still hold.
             known = earlier.first_use if earlier is not None and reused else {}
             cache.first_use = earliest(known, result.first_use)
         return result
@@ -131,10 +131,10 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Run the reference, with the weighted operations of the modules that `inside` takes as cast; see `PartialCastMode`.
+        """Run the reference, but use cast weights in the modules for which `inside(name)` is True; see `PartialCastMode`.
 
-        Returns also how many calls had finished before each module's first operation on one of the weights that are `drifting`
-        (by `id`).
+        Also returns, for each module that uses one of the weights in `drifting` (by `id`), the number of calls that had finished
+        before its first operation on such a weight.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
         cache = _new_cache({}, options)
@@ -143,17 +143,17 @@ class ForwardRunner:
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """What of the first `prefix` calls of an earlier pass is reused."""
+        """Return the reusable calls among the first `prefix` calls of an earlier pass."""
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
 
     def _rounding(self) -> ActivationRounding | None:
-        """What rounds activations in one pass, where the settings ask for it."""
+        """Return an object that rounds activations during one pass, or None if the settings do not quantise activations."""
         return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _input_dtype(self) -> torch.dtype | None:
-        """What floating inputs of the candidate are cast to; None to leave them as given."""
+        """Return the dtype to which the candidate's float inputs are cast, or None if they keep their dtype."""
         if self.settings.float_inputs == "given":
             return None
         first = next((weight.dtype for weight in self.model.weights.values() if weight.info.castable), "float32")
@@ -172,7 +172,7 @@ class ForwardRunner:
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
     ) -> PassResult[Output]:
-        """One pass under this mode. reused: the calls of `options.earlier` whose outputs are reused (see `reusable_calls`)."""
+        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier` (see `reusable_calls`)."""
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         try:
@@ -218,7 +218,7 @@ class ForwardRunner:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Where outputs are kept for a later pass, if any are to be."""
+    """Return a new cache for the outputs of a pass, or None if the options keep no outputs."""
     if not options.cache_bytes:
         return None
     return OutputCache(forms, options.cache_bytes, options.cached)

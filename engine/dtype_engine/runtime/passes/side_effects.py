@@ -1,4 +1,4 @@
-"""What the calls of a pass do apart from returning their outputs, which reusing an output would leave out."""
+"""Detects what module calls do besides returning an output. Reusing an output would skip these effects."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import nn
 from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
-"""How far containers and objects are looked into: a cache, its list of layers, a layer, its tuple, a tensor."""
+"""Maximum nesting depth at which arguments are inspected: enough for a tensor in a tuple in a layer in a list in a cache."""
 Found = list[tuple[Any, Any]]
-"""Objects, and what tells whether one was written to: a tensor's version, a container's length."""
+"""Pairs of an object and a value that changes if the object is written to: a tensor's version, or a container's length."""
 
 
 class SideEffects:
-    """Watches one pass, from before it begins.
+    """Detects the side effects of one pass. Create it before the pass begins.
 
     Attributes:
-        writers: the modules that changed something they were given: wrote to a tensor, or put one into a list or a dict.
+        writers: names of the modules that changed their arguments, by writing to a tensor or adding to a list or dict.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,19 +30,21 @@ class SideEffects:
         self._drawn = self._generators()
 
     def begin(self, args: Any, kwargs: Any) -> None:
-        """A module is called with these."""
+        """Record the state of the arguments with which a module is called."""
         with WithoutModes():
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """A module has returned, called from within `depth` others. Calls within it that raised never did."""
+        """Compare the arguments after a module has returned. depth: number of modules that are still running around it. (Calls
+        inside it that raised an exception never reported their end, so their records are dropped.)
+        """
         del self._given[depth + 1 :]
         args, kwargs, before = self._given.pop()
         if not _is_same(before, _found_in((args, kwargs))):
             self.writers.add(name)
 
     def drew_numbers(self) -> bool:
-        """The pass is over: whether random numbers were drawn, so that calls depended on more than they were given."""
+        """Return whether the pass, which is over, drew random numbers, so that its calls depended on more than their arguments."""
         return any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
 
     def _generators(self) -> list[torch.Tensor]:
@@ -58,7 +60,7 @@ def _found_in(value: Any) -> Found:
 
 
 def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
-    """Add what is in `value`, itself included; attributes of objects are looked into, of modules and classes none."""
+    """Append `value` and everything in it to `found`, including attributes of objects, but not those of modules and classes."""
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))
         return

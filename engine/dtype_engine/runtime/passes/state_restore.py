@@ -1,4 +1,4 @@
-"""What the model holds while a pass runs, and that it holds the same afterwards."""
+"""Prepares the model's state for a pass, and restores the state after the pass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 _CONTAINERS = (list, dict, set, deque, tuple)
 _NO_HOLDERS = (nn.Module, ModuleType, Enum)
 _DEPTH = 6
-"""How far containers and objects are looked into."""
+"""Maximum nesting depth at which containers and objects are inspected."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
-"""The dicts of `nn.Module` that hold tensors and modules. Its other dicts hold hooks."""
+"""Names of the dicts in an `nn.Module` that hold tensors and submodules. The other dicts hold hooks."""
 
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """The stored data in place of the cast one, for a while. Only pointers move."""
+    """Replace the weights' cast data by their stored data inside the block. On the CPU, only pointers change."""
     changed = [weight for weight in model.weights.values() if weight.changed]
     try:
         for weight in changed:
@@ -49,24 +49,24 @@ def stored_values(model: LiveModel) -> Iterator[None]:
 def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
-    """For a pass under this mode: it begins as every other does, and leaves the model as it found it."""
+    """Give the pass in the block the same initial state as every other pass, and restore the model's state after the block."""
     with same_random_numbers(model.device), left_as_found(model, behavior, modules, mode), uncompiled():
         yield
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """For a pass: what `torch.compile` made runs as it was written. Compiled code calls no modules, and sees no mode."""
+    """Return a context manager in which code compiled by `torch.compile` runs uncompiled, since it bypasses modules and modes."""
     if "torch._dynamo" not in sys.modules:
-        return nullcontext()  # nothing is compiled, and to import it takes a second
+        return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
     return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """For a pass: it draws the random numbers that every other draws, and leaves the generators as it found them."""
+    """Make the block draw the same random numbers in every pass. The generators are restored afterwards."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        # Not torch.manual_seed: where CUDA was not started yet, that keeps a call for each pass to be made then.
+        # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
         torch.default_generator.manual_seed(0)
         if on_cuda:
             with torch.cuda.device(device):
@@ -78,11 +78,13 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 def left_as_found(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
-    """For a pass: the modules get back the tensors that they had (as parameters, as buffers and in attributes), the numbers, and
-    what was in their containers and objects. So every pass is the first one: what a model makes of its weights when it is first
-    called, it makes again of the weights as they are cast. Such a model is `stateful` from then on.
+    """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
+    objects.
 
-    Modules with packed weights are left alone: they are unpacked once, and can't be cast.
+    Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
+    again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.
+
+    Modules with packed weights are skipped, because they are unpacked only once and can't be cast.
     """
     state = _State()
     for module in modules:
@@ -97,19 +99,19 @@ def left_as_found(
 
 
 class _State:
-    """What modules hold."""
+    """The saved state of modules."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        """Those in attributes."""
+        """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """What has names (of modules and objects), and what it had."""
+        """Attribute dicts of modules and objects, each with a copy of its saved contents."""
         self._containers: list[tuple[Any, Any]] = []
-        """Containers, and what was in each."""
+        """Containers, each with a copy of its saved contents."""
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
-        """Take in what a module holds: its children hold theirs."""
+        """Save the state of one module without that of its submodules."""
         attributes = module.__dict__
         self._named += [(each, each.copy()) for each in (attributes, *(attributes[name] for name in _WITH_TENSORS))]
         for name, value in attributes.items():
@@ -134,10 +136,10 @@ class _State:
             self._add(item, depth - 1)
 
     def restore(self, wrote: bool) -> bool:
-        """Put back what has changed, and tell whether that was tensors, numbers or what is in a container.
+        """Restore changed state, and return whether a tensor, a number or the contents of a container had changed.
 
-        Where tensors have changed, or the pass `wrote` to one, everything is put back: a flag says that something was done.
-        Otherwise flags and functions stay, such as hooks that were registered once.
+        If a tensor has changed, or `wrote` says that the pass wrote to one, all attributes are restored, including flags such as
+        "already initialised". Otherwise, flags and functions stay changed, such as hooks that are registered only once.
         """
         containers = [(holder, had) for holder, had in self._containers if not _has_same(holder, had)]
         for holder, had in containers:
@@ -156,7 +158,7 @@ class _State:
 
 
 def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
-    """The values that are not what they were, before and after."""
+    """Yield the values that differ between two dicts: for each such key, the current value and the saved value."""
     for name in holder.keys() | had.keys():
         if holder.get(name) is not had.get(name):
             yield from (holder.get(name), had.get(name))
@@ -173,7 +175,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Whether the very same objects are in it: tensors have no equality of two."""
+    """Return whether a container holds the same objects. They are compared by identity, since == on tensors is elementwise."""
     if isinstance(container, set):
         return bool(container == had)
     same = len(container) == len(had) and all(map(is_, container, had))

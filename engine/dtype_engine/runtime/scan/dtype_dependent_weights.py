@@ -20,7 +20,7 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""Maximum number of dtype-dependent weights to measure, the first ones of a pass. Each needs one pass per dtype."""
+"""Maximum number of dtype-dependent weights to measure: those read first in a pass. Each needs one pass per dtype."""
 
 
 def weights_to_measure(

@@ -28,7 +28,7 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return dtypes in which nothing drifts: float32, or the stored dtype of weights that can't be cast or lose nothing in it."""
+    """Return, for each weight, a dtype in which it does not drift: float32, or the stored dtype if that equals the reference."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent

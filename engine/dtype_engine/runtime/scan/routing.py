@@ -40,7 +40,7 @@ Key = tuple[str, str]
 SAMPLED_CALLS = 16
 """Number of calls that are sampled over all sequences."""
 _SWAPPED = 8
-"""One in this many tokens is swapped to measure the cost of a swap: the tokens with the smallest margins."""
+"""To measure the cost of a swap, 1 / `_SWAPPED` of the tokens is swapped: those with the smallest margins."""
 
 
 @dataclass(slots=True)

@@ -58,12 +58,12 @@ OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Return the backward passes per sequence that give `SAMPLES` over all sequences: an error of about 15 % for six dtypes."""
+    """Return the number of backward passes per sequence, for a total of `SAMPLES`. (The error is about 15 % for six dtypes.)"""
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
 def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return `targets` and the weight's stored dtype, which may drift from the float32 reference, too."""
+    """Return the dtypes to score: `targets`, and the weight's stored dtype, which may also drift from the float32 reference."""
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 

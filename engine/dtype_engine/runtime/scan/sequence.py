@@ -164,7 +164,7 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes. Those from the margins come first, to be measured together with the first probes."""
+        """Run all backward passes. Those from routing margins run first, so that they are measured with the first probes."""
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):

@@ -41,7 +41,7 @@ class WeightOrigin:
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
     written: bool = False
-    """Whether it is the weight after the model has written to it."""
+    """Whether the tensor is the weight after the model has written to it."""
 
 
 @dataclass(slots=True)
@@ -143,7 +143,7 @@ class WeightOpRecorder(ReferenceMode):
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """The model writes to a weight: from here on that is what the call makes of it."""
+        """Run a call that writes to a weight, and record how to compute the weight's new values from other values of the weight."""
         tensor = self.weights[key].tensor
         before = self._source(tensor)
 

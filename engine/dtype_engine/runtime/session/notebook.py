@@ -9,7 +9,9 @@ from dtype_engine.results.scan import ScanReport
 
 
 def show_in_notebooks() -> None:
-    """Make notebooks show trees, drift reports and scan reports as tables, and make prompts show a drift report in five lines."""
+    """Make notebooks show trees, drift reports and scan reports as tables, and make Python prompts show a drift report in five
+    lines.
+    """
     DriftReport.__repr__ = drift_repr  # type: ignore[assignment]
     Tree._repr_html_ = tree_html  # type: ignore[attr-defined]
     DriftReport._repr_html_ = drift_html  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return how many threads each of `processes` processes may use if they share `threads` threads (None: torch's default)."""
+    """Return the threads for each of `processes` processes that share `threads` threads. If None, torch's default is shared."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 

@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """Make a method that reads weights raise UserError if the weights files have changed since they were opened."""
+    """Decorate a method that reads weights: it raises UserError if the weights files have changed since they were opened."""
 
     @functools.wraps(method)
     def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
@@ -293,7 +293,7 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe from the last scan, by adding the scores of the weights that it casts.
+        """Predict the drift of a recipe from the last scan, by adding the scores of the weights that the recipe casts.
 
         Args:
             recipe: The recipe; by default, the current one.
@@ -452,7 +452,7 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the current recipe to modules, by running each as cast and all others as in the reference.
+        """Attribute the drift of the current recipe to modules, by running one module as cast and all others as in the reference.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
@@ -709,7 +709,8 @@ class Session:
         """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
 
         Args:
-            options: The options with the inputs. The reference first runs one call, or for tensors of the user one of each shape.
+            options: The options with the inputs. The reference first runs one call, or, if the user supplied tensors, one call
+                of each shape.
             cancelled: Checked between module calls.
 
         Raises:
@@ -739,7 +740,7 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """(bytes of outputs kept for later measurements, their limit), or None before the first measurement.
+        """The number of bytes of outputs kept for later measurements and its limit, or None before the first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

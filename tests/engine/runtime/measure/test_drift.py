@@ -264,8 +264,8 @@ def test_a_reference_that_is_not_finite_in_part_is_told() -> None:
     report = de.open(module, inputs=inputs).drift()
     positions = report.output.positions
     assert report.notices == (
-        f"the reference is not finite itself in {positions} of the {report.output.elements:,} values of logits: "
-        "figures are of the others, KL has none",
+        f"the reference itself is not finite in {positions} of the {report.output.elements:,} values of logits: "
+        "the metrics cover the other values, and KL is undefined",
     )
 
 

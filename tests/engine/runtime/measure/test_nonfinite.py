@@ -240,7 +240,7 @@ def test_the_reference_itself_is_not_finite() -> None:
     assert (found.kind, found.remedy) == ("reference", None)
     assert found.first_module == f"{MLP}.up_proj"
     assert found.weights == (f"{MLP}.up_proj.weight",)
-    assert "no dtype mends it" in found.reason
+    assert "no dtype helps" in found.reason
 
 
 def test_a_reference_that_overflows_float32_itself() -> None:

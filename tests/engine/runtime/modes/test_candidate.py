@@ -220,7 +220,7 @@ def test_encoders_of_torch_take_no_fast_path_and_the_report_says_so() -> None:
     session = de.open(module, inputs=inputs)
     session.cast("embedding", "float64")
     (notice,) = session.drift().notices
-    assert notice.startswith("torch's fast path of TransformerEncoder is off in reference and candidate")
+    assert notice.startswith("torch's fast path of TransformerEncoder is off for reference and candidate")
 
 
 def test_explicit_casts_of_the_model_are_left_alone() -> None:

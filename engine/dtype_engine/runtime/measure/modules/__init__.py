@@ -1,1 +1,1 @@
-"""Drift of every module's output, over the sequences in which modules are compared."""
+"""Drift of the outputs of modules, over the sequences in which modules are compared."""

@@ -1,9 +1,9 @@
-"""In which sequences modules are compared, and which modules a pass over any other sequence has to watch.
+"""Decides in which sequences modules are compared, and which modules are watched in passes over the other sequences.
 
-Comparing the outputs of all modules takes as long as a quarter of the pass that gives them, up to all of it in bfloat16 on a
-processor with units for that. So they are compared in some sequences, over all elements: the first that is run, which is short,
-and of the others each with which those compared have at most a sixth of what was run of them. The main output is compared in
-every sequence.
+Comparing the outputs of all modules takes a quarter of the duration of a pass, and up to the full duration for bfloat16 on
+processors with bfloat16 units. Modules are therefore compared in some sequences only, but over all elements of these: in the first
+one, which is short, and in later ones as long as the later compared sequences have at most a sixth of the elements run after the
+first. The main output is compared in every sequence.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""A call with more than this share (1/10) of a pass's calls inside it is looked into."""
+"""If a call contains more than 1 / `_OUTLINE` of a pass's calls, the modules called inside it are watched, too."""
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
-    """The numbers of the sequences in which modules are compared, of those that are run in this order. elements: of each
-    sequence's input.
+    """Return the numbers of the sequences in which modules are compared. order: the sequence numbers in the order of running.
+    elements: the number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
     for number in order[1:]:
@@ -29,8 +29,11 @@ def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozens
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
-    """The modules that a pass falls into: those it calls itself, and within large calls again. Their outputs are enough to run what
-    follows them. finished: the modules of a pass's calls, as they ended; spans: how many had when each began.
+    """Return the modules whose outputs are enough to resume a pass: those that the model itself calls, and those called inside
+    large calls.
+
+    finished: the module names of a pass's calls, in the order in which the calls ended. spans: for each of these calls, the number
+    of calls that had finished when it began.
     """
     if len(spans) != len(finished):
         return frozenset(finished)

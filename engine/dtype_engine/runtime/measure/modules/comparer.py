@@ -1,4 +1,4 @@
-"""The module outputs of a candidate's pass, compared with the reference's as the pass goes by."""
+"""Compares the module outputs of a candidate's pass with the reference's while the pass runs."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
-"""Times the interval of progress: adding up the sums so far takes some milliseconds."""
+"""Interval between two reports, as a multiple of the interval of progress. Computing a report takes some milliseconds."""
 
 
 class ModuleComparer(ModuleObserver):
-    """Observes a candidate's pass: compares each module output with the reference's at once, since a model may write to an output
-    after the module returned it. `sums` has this pass's, by module.
+    """Compares each module output of a candidate's pass with the reference's as soon as the module returns, because the model may
+    overwrite the output later. `sums` holds the results of this pass by module name.
 
-    reference: the outputs of a `ModuleRecorder`. on_sums: is given the sums that have changed, now and then. kept: which positions
-    count; None for all. routing: compares what routers choose.
+    reference: the outputs of a `ModuleRecorder`. on_sums: called from time to time with the sums that have changed. kept: the
+    positions to compare; if None, all. routing: compares the choices of routers.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add the sums of one output, now or in an earlier pass that had the same."""
+        """Add the sums of one output, from this pass or from an earlier pass with the same output."""
         if observed is not None:
             if observed.rerouted:
                 self._routing.mark(module, observed.rerouted)
@@ -76,7 +76,7 @@ class ModuleComparer(ModuleObserver):
             self._unreported.clear()
 
     def restart(self) -> None:
-        """Forget what was compared."""
+        """Discard all sums."""
         self.sums.clear()
         self._routing.restart()
         self._unreported.clear()

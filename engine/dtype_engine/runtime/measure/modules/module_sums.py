@@ -1,4 +1,4 @@
-"""How far a module's outputs are from the reference's: sums over all their elements, and the figures that follow."""
+"""Sums over the elements of a module's outputs, from which the module's drift is computed."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Elements of which two float64 copies stay in the cache of one core."""
+"""Number of elements in a chunk. Two float64 copies of a chunk fit in the cache of one core."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""On a GPU: 67 MB of such copies."""
+"""Number of elements in a chunk on a GPU. Two float64 copies of a chunk need 67 MB."""
 
 
 @dataclass(slots=True)
 class ModuleSums:
-    """One module's outputs, of one call or of many."""
+    """The sums over the outputs of one or more calls of a module."""
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether all outputs had the shapes of the reference's, and rows of the same tokens. Experts are given other tokens when the
-    routing changes: then there is nothing to compare element by element."""
+    """Whether every output had the reference's shape and its rows belonged to the same tokens. Experts get other tokens if the
+    routing changes; comparing elements is then meaningless."""
     rerouted: int = 0
-    """Of a router: how many tokens it had in a call in which it chose other experts for one of them."""
+    """For a router: the number of tokens in the call in which it chose another expert for at least one token. Otherwise 0."""
 
     def add(self, other: ModuleSums) -> None:
-        """Take in further calls."""
+        """Add the sums of further calls."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted
 
     def drift(self, name: str) -> ModuleDrift:
-        """The figures of the module of this name; no SQNR where shapes differ, or where nothing in the reference is finite."""
+        """Return the drift of the module `name`. The SQNR is None if outputs can't be compared or no reference value is finite."""
         sums = self.sums
         compared = self.comparable and not (sums.nonfinite_reference and not sums.energy)
         figure = sqnr_db(sums.energy, sums.noise) if compared else None
@@ -44,17 +44,17 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Of outputs whose elements do not belong together: how many more are not finite than in the reference."""
+        """Return sums for outputs that can't be compared by element: only how many more non-finite values the candidate has."""
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """One output of a module against the reference's, over all elements.
+    """Return the sums over all elements of one output of a module and the reference's output.
 
-    kept: a mask of the output's first dimensions, bool: only these positions are compared.
+    kept: a bool mask of the output's first dimensions; only these positions are compared.
 
-    Only the sums are taken that a module's figures need, in float64: with all those of the main output it takes twice as long.
+    Only the sums needed for modules are computed, in float64. Computing all sums of the main output would take twice as long.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)

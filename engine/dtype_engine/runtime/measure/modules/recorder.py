@@ -1,6 +1,6 @@
-"""The module outputs of a reference pass, kept to compare a candidate's with.
+"""Records the module outputs of a reference pass, for comparison with a candidate's outputs.
 
-An output is the first floating tensor that a module's call returned, of any shape; calls of a module are counted from 0.
+An output is the first float tensor that a call returned, of any shape. The calls of each module are counted from 0.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
 
 class ModuleRecorder(ModuleObserver):
-    """Observes a reference pass: keeps a copy of every module output, up to `budget` bytes.
+    """Keeps a copy of every module output during a reference pass, up to `budget` bytes in total.
 
-    A copy at once, since a model may write to an output after the module returned it. Modules that returned the very same tensor,
-    as a parent and the last module it called, share one.
+    Outputs are copied at once, because the model may overwrite them later. Modules that return the same tensor, such as a parent
+    and the last child it calls, share one copy.
     """
 
     def __init__(self, budget: int) -> None:
         self.outputs: dict[tuple[str, int], torch.Tensor] = {}
-        """By (module, call)."""
+        """The recorded outputs, keyed by (module, call)."""
         self.left_out: set[str] = set()
-        """The modules with an output that did not fit."""
+        """Names of modules with an output that did not fit into the budget."""
         self.choices: dict[tuple[str, int], torch.Tensor] = {}
-        """The experts that routers chose, integers, by (module, call)."""
+        """The experts that routers chose, as integers, keyed by (module, call)."""
         self._budget = self._left = budget
         self._last: SeenOutput[torch.Tensor | None] | None = None
 
@@ -47,15 +47,15 @@ class ModuleRecorder(ModuleObserver):
             self.choices[module, call] = chosen.clone()
 
     def restart(self) -> None:
-        """Forget all that was kept."""
+        """Discard everything that was recorded."""
         self.choices.clear()
         self.outputs.clear()
         self.left_out.clear()
         self._left, self._last = self._budget, None
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor:
-        """A copy of the main output: the one that is kept of the last module's, where it is the very same. Logits mostly are, and
-        are the largest output of a model with a large vocabulary.
+        """Return a copy of the main output. If the last module returned the same tensor, its recorded copy is shared: this is usual
+        for logits, the largest output in a model with a large vocabulary.
         """
         if self._last is not None and self._last.result is not None and self._last.is_same(output):
             return self._last.result

@@ -1,4 +1,4 @@
-"""Recognises an output that two modules return: a parent often returns its last child's, or a view of all of it."""
+"""Recognises when two modules return the same output. A parent often returns its last child's output, or a view of all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output and what was made of it. The output is held, so that no other tensor can take its memory."""
+    """A module's output and a result computed from it. The output is kept alive, so that its memory is not used again."""
 
     __slots__ = ("output", "result", "version")
 
@@ -22,7 +22,7 @@ class SeenOutput(Generic[T]):
         self.version = version_of(output)
 
     def is_same(self, output: torch.Tensor) -> bool:
-        """Whether `output` has the same values in the same memory, and nothing has written to them since."""
+        """Return whether `output` is the same values in the same memory, not written to since this object was created."""
         if self.version != version_of(self.output):
             return False
         return self.output is output or (

@@ -1,1 +1,1 @@
-"""Comparing a candidate's output with the reference's: tensors in, metrics out."""
+"""Compares output tensors of a candidate with those of the reference, and computes metrics."""

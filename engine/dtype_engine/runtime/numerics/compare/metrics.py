@@ -43,7 +43,7 @@ _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 class OutputMetrics:
     """The metrics of the main output over all sequences, which are added one by one.
 
-    The order in which sequences are added has no influence: sums are taken in the order of the sequence numbers.
+    Sequences may be added in any order: sums are always computed in the order of the sequence numbers.
     """
 
     def __init__(self, classes_dim: int | None) -> None:
@@ -60,10 +60,10 @@ class OutputMetrics:
         number: int | None = None,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Add one sequence: two outputs of the same shape.
+        """Add one sequence: the reference's and the candidate's output, of the same shape.
 
-        next_tokens: the class of the next token of each position, int64 [batch, positions], -100 for none. number: the sequence's
-        place among all; by default after those that were added. kept: which positions are compared; see `compared_rows`.
+        next_tokens: the class of each position's next token, int64 [batch, positions], or -100 if there is none. number: the index
+        of this sequence; if None, it follows those already added. kept: the positions to compare; see `compared_rows`.
 
         Raises:
             ValueError: The shapes differ.
@@ -136,7 +136,7 @@ class OutputMetrics:
                 **_perplexities(log_p, log_q),
             }
         if sums.nonfinite_reference and not sums.energy:
-            # Nothing was left to compare: no drift, but no agreement either.
+            # There is nothing to compare, so all metrics of Δ are undefined.
             figures |= {
                 "mean_abs": math.nan,
                 "max_abs": math.nan,
@@ -148,11 +148,11 @@ class OutputMetrics:
 
 
 def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """View an output of any shape as [rows, width], or as [positions, classes] if it holds logits of distributions.
+    """Return an output of any shape as [rows, width], or as [positions, classes] if it holds logits of distributions.
 
-    classes_dim: the dimension of the classes, from 0; None for no distribution. kept: which positions are compared, bool [batch,
-    positions], the output's first two dimensions; None for all. Of a distribution over the positions themselves, the others get
-    no probability. A view, where all is kept and the classes come last.
+    classes_dim: the dimension of the classes (from 0), or None. kept: a mask of the positions to compare, bool [batch, positions],
+    for the first two dimensions of the output; if None, all positions. If the classes are the positions themselves, the other
+    positions get the logit minus infinity. The result is a view if all positions are kept and the classes are the last dimension.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)
@@ -186,7 +186,7 @@ def _standard_error(values: torch.Tensor) -> float | None:
 
 
 def _quantile(ordered: torch.Tensor, q: float) -> float:
-    """Return a quantile of sorted values by linear interpolation between nearest ranks. (torch.quantile stops at 2^24 values.)"""
+    """Return a quantile of sorted values by linear interpolation. (torch.quantile accepts at most 2^24 values.)"""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -226,7 +226,7 @@ def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float |
     se_p, se_q, se_ratio = (_standard_error(values) for values in (log_p, log_q, log_p - log_q))
     if se_p is None or se_q is None or se_ratio is None:
         return figures
-    # Of the two means: the covariance of single tokens over their number.
+    # The covariance of the two means: that of single tokens, divided by their number.
     covariance = float(((log_p - log_p.mean()) * (log_q - log_q.mean())).sum()) / (len(log_p) - 1) / len(log_p)
     variance = (candidate * se_q) ** 2 + (reference * se_p) ** 2 - 2 * candidate * reference * covariance
     return figures | {

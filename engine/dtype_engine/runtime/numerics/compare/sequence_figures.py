@@ -30,7 +30,7 @@ _CHUNK_ELEMENTS = 1 << 17
 _GPU_CHUNK_ELEMENTS = 1 << 21
 """Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
-"""Number of values kept for each position until all positions have been compared."""
+"""Number of values that are kept for each position until all positions have been compared."""
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class SequenceFigures:
     positions: PositionFigures | None
     """The figures of each position, or None if the outputs are not logits."""
     left_out: int = 0
-    """Positions that a mask leaves out of the figures."""
+    """Number of positions that a mask excludes from the figures."""
 
 
 def sequence_figures(
@@ -71,13 +71,13 @@ def sequence_figures(
     if not distribution:
         return SequenceFigures(count, element_sums(reference, candidate), None)
     reference, candidate, device = reference.detach(), candidate.detach(), candidate.device
-    # One tensor for the results of all positions: small ones kept from every chunk would lie between the chunks' freed
-    # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
+    # All results are in one tensor. Small tensors kept from every chunk would lie between the chunks' freed temporaries,
+    # so that the allocator could not reuse their memory: gigabytes for a large vocabulary.
     results = torch.zeros(_RESULTS, count, dtype=torch.float64)
     index = torch.zeros(count, 1, dtype=torch.int64) if labels is None else labels[:, None].clamp(min=0)
 
     def sums_of(rows: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
-        r, other, delta = buffers  # three only, so that they stay in a cache
+        r, other, delta = buffers  # only three, so that they stay in a cache
         widen(reference[rows], r)
         widen(candidate[rows], other)
         torch.sub(other, r, out=delta)
@@ -97,11 +97,11 @@ def sequence_figures(
     most = _CHUNK_ELEMENTS if device.type == "cpu" else _GPU_CHUNK_ELEMENTS
     sums = sum_chunks(sums_of, candidate, max(1, most // width), 3, parallel=True)
     total_r, largest_r, top_r, scored_r, total_c, largest_c, top_c, scored_c, moved = results
-    # NaN in Σ p Δ alone was left out above: every other one is in ln Σ e^c - ln Σ e^r, too.
+    # A NaN only in Σ p Δ was removed above; any other NaN is also in ln Σ e^c - ln Σ e^r.
     kl = (largest_c - largest_r) + (total_c / total_r).log() - moved / total_r
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
     log_p, log_q = scored_r - total_r.log(), scored_c - total_c.log()
-    # Rounding may leave a divergence of zero below it.
+    # Rounding can make a divergence of zero negative.
     return SequenceFigures(count, sums, PositionFigures(kl.clamp(min=0), top_r == top_c, log_p[scored], log_q[scored]))
 
 
