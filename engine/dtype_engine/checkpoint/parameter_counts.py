@@ -26,7 +26,7 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 
 Count = int | Literal["unknown"] | None
-"""The number of parameters in a tensor. None means that each element of the tensor is one parameter."""
+"""The number of parameters that a tensor represents. If None, each element of the tensor is one parameter."""
 
 
 def parameters_meant(
@@ -84,7 +84,7 @@ def _last(tensor: Stored) -> int:
 
 
 def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of values in MLX's words. `quantization` has default bits and group size, and others for some modules."""
+    """Return the number of parameters in an MLX weight. The configuration may set bits and group size for single modules."""
     declared = config.get("quantization") or config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return "unknown"
@@ -99,7 +99,7 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
 
 
 def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of values in the words or bytes of compressed-tensors."""
+    """Return the number of parameters that compressed-tensors has packed into the words or bytes of a weight's codes."""
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
         values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)
@@ -115,7 +115,7 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
 
 
 def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the (bit width, group size) of packed integers in each group of `quantization_config`."""
+    """Return the distinct (bit width, group size) of the packed integers that the groups of `quantization_config` declare."""
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
     found = set()
@@ -129,7 +129,7 @@ def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
 
 
 def _bits(config: Mapping[str, Any]) -> int | None:
-    """Return the number of bits per value in `quantization_config`, or None if it does not say."""
+    """Return the number of bits per value that `quantization_config` declares, or None if it declares none."""
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None

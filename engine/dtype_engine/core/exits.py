@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class ExitCalled(RuntimeError):
-    """Code in an `exits_as_errors` block called `sys.exit`, `exit` or `quit`, or raised SystemExit itself."""
+    """Raised if code in an `exits_as_errors` block calls `sys.exit`, `exit` or `quit`, or raises SystemExit itself."""
 
 
 @contextmanager
