@@ -59,9 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer of the tour if this action should close it. Returns whether it was closed; the action then does nothing
-        else.
-        """
+        """Close the offer of the tour if this action should, and return whether it did. If so, the action must do nothing else."""
         if not self._offers or action != "stop":
             return False
         self._offers = False

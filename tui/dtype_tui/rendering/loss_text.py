@@ -1,4 +1,4 @@
-"""Texts about weight values that become infinite or zero in casts, for the Drift pane, the tree and the status line."""
+"""Texts about the weight values that casts make infinite, clip or make zero: for the Drift pane, the tree and the status line."""
 
 from __future__ import annotations
 

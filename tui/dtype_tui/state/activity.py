@@ -24,9 +24,7 @@ Progress = (
 
 
 class Activity:
-    """What the engine is doing, derived from its events and from requests that it has not begun yet. clock: returns the time in
-    seconds.
-    """
+    """What the engine is doing, derived from its events and from requests that it has not begun yet. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

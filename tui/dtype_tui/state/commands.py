@@ -132,9 +132,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Return names that continue `begun` up to the next dot: `model.la` gives `model.layers`; `model.layers.` gives its
-    children.
-    """
+    """Return names that extend `begun` to the next dot: `model.la` gives `model.layers`, `model.layers.` gives its children."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:

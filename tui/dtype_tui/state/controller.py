@@ -255,9 +255,7 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes the output finite. If there is none, apply the rules that keep values from being lost in
-        casts.
-        """
+        """Apply the rule that makes the output finite or, without one, the rules that keep values from being lost in casts."""
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))
@@ -296,9 +294,7 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe again, over all inputs. If it is already being measured, extend this measurement to all
-        inputs.
-        """
+        """Measure the current recipe again, over all inputs. If a measurement of it is running, extend that to all inputs."""
         if not self.life.is_available():
             return
         if self.activity.running != "measure":

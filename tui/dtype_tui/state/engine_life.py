@@ -23,7 +23,7 @@ STOP_WAIT_S = 2.0
 
 
 class EngineLife:
-    """Tracks whether there is an engine, and what it is doing. notify, changed: as in `Controller`, see there."""
+    """Tracks whether there is an engine, and what it is doing. notify, changed: the callbacks of `Controller`."""
 
     def __init__(
         self,
@@ -61,9 +61,7 @@ class EngineLife:
             self._stopping, self.must_end = None, False
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
-        """Record that the engine has ended, or that the connection to it was lost or restored. The recipe and its measurements
-        stay.
-        """
+        """Record that the engine ended, or that its connection was lost or restored. The recipe and its measurements are kept."""
         match event:
             case events.EngineEnded():
                 lost = self._reset(event.message)
@@ -143,9 +141,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return (what the engine is doing, or "" if it is idle or disconnected; the share of it that is done; what Esc does
-        now).
-        """
+        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now)."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""

@@ -115,9 +115,7 @@ class Experiment:
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Do the slow part of `replace_tree` in advance, on the thread that reads the engine's events, so that keys are not
-        delayed.
-        """
+        """Do the slow part of `replace_tree`, on the thread that reads the engine's events, so that keys are not delayed."""
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
@@ -166,9 +164,7 @@ class Experiment:
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the current recipe. before: the previous plan of the same tree. If the plan does not change, the results are
-        kept.
-        """
+        """Plan the current recipe. before: the previous plan of the same tree. If both plans are equal, the results are kept."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
@@ -193,9 +189,7 @@ class Experiment:
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:
-        """Show the latest drift report of the current recipe and settings, if it is known, until the engine has measured them
-        again.
-        """
+        """Show the latest known drift report of the current recipe and settings until the engine has measured them again."""
         if (known := self._known.get((self.recipe, self.settings))) is not None:
             self.results = replace(self.results, report=known, modules=measured_modules(known))
 

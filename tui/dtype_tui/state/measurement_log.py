@@ -31,9 +31,9 @@ class MeasuredRecipe:
     seconds: float | None = None
     """Total time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
     overflowed: int = 0
-    """Number of weight values that casts made infinite."""
+    """Number of weight values that casts made infinite. Tensors whose values a cast only rounds are not counted."""
     vanished: int = 0
-    """Number of nonzero weight values that casts made zero."""
+    """Number of nonzero weight values that casts made zero. Tensors whose values a cast only rounds are not counted."""
     pinned: bool = False
 
     @property

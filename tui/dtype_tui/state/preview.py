@@ -31,7 +31,7 @@ class Preview:
     uncastable_count: int
     """Number of matching tensors that are never cast."""
     fused: str = ""
-    """A few words about weights that runtimes fuse with matching weights: whether the rule gives them another format."""
+    """A few words on how the rule affects weights that runtimes fuse with matching weights, or "" if it does not."""
 
 
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """The weight values that casts lose: these values become infinite or zero."""
+    """The weight values that casts lose: values that overflow, are clipped or become zero."""
 
     values: tuple[ValueLoss, ...] | None = None
     """One entry per weight that loses values, or None while these weights are unknown."""

@@ -173,9 +173,7 @@ class ScanState:
         return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
 
     def heat(self, score: float) -> float:
-        """Return a score on a logarithmic scale from 0, a 1,000th of the whole model's score or less, to 1, the whole model's
-        score.
-        """
+        """Return a score on a logarithmic scale: 1 for the whole model's score, and 0 for a 1,000th of that or less."""
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):

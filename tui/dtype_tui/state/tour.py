@@ -14,7 +14,7 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour. It ends when the user has acted and, if it has `until`, the engine has caught up."""
+    """A step of the tour. It ends when the user has acted and, if the step waits for the engine, `until` holds."""
 
     words: str
     """A text that says what to press and why. `{undo}` is replaced by the key of the action `undo`."""
@@ -152,9 +152,7 @@ class Tour:
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if the current one is complete, or back to an earlier step if the current step's window is not
-        open.
-        """
+        """Go to the next step if the current one is complete, or back to an earlier step if the current window is not open."""
         while self.index < len(STEPS) - 1:
             step = STEPS[self.index]
             if not step.actions and window != step.window and step.done(self._experiment):
