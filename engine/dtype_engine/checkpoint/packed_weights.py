@@ -129,16 +129,16 @@ class PackedWeight:
 
     @property
     def codes(self) -> str:
-        """The name of the weight's codes."""
+        """The name of the tensor that holds the weight's codes."""
         return self.stem + self.layout.codes
 
     @property
     def scale(self) -> str:
-        """The name of the weight's scales."""
+        """The name of the tensor that holds the weight's scales."""
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """Return the name of another part of the weight."""
+        """Return the name of the weight's part that has this suffix."""
         return self.stem + suffix
 
     @property

@@ -32,9 +32,10 @@ Count = int | Literal["unknown"] | None
 def parameters_meant(
     tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """Return the number of parameters in every part of a quantised weight. It is 0 for scales, zero points and descriptions.
+    """Return the number of parameters that each part of a quantised weight represents, by the part's name. It is 0 for scales, zero
+    points and descriptions.
 
-    parts: names among `tensors`, whose shapes are those in the files.
+    parts: the names of the parts. tensors: all tensors, with their shapes in the files.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):

@@ -73,7 +73,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         check_path: Callable[[str], None] = lambda path: None,
     ) -> None:
         """rules: number of rules in the recipe. drift: the current measurement. lost: returns the weights whose casts lose values,
-        or None while they are unknown. host, check_path: as in `Engine`.
+        or None while they are unknown. host, check_path: the attributes of `Engine` with these names.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"

@@ -127,7 +127,7 @@ class EngineLife:
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """Return the words of the status line while the engine is idle. planning_only: whether the model could not be opened."""
+        """Return what the status line says while the engine is idle. planning_only: whether the model could not be opened."""
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")

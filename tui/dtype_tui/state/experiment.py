@@ -128,7 +128,7 @@ class Experiment:
     # -- the current recipe and settings -------------------------------------------------------------------------
 
     def refusal(self, rule: Rule) -> str | None:
-        """Return a sentence that refuses a rule which matches nothing in this model, or takes too long to match.
+        """Return a sentence that explains why a rule is refused: it matches nothing in this model, or takes too long to match.
 
         Returns None if the rule matches something, or if this is not known yet.
         """

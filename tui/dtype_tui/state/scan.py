@@ -193,5 +193,5 @@ class ScanState:
 
 
 def figure(value: float) -> str:
-    """Return a score as text of at most eight cells."""
+    """Return a scan's score as text of at most eight cells."""
     return "inf" if math.isinf(value) else "0" if value == 0 else f"{value:.1e}"
