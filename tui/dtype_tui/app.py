@@ -1,4 +1,4 @@
-"""The app: its start and end, signals, saving the session, and the command palette. The main screen draws everything."""
+"""The app: its start and end, signals, session saving, and command palette. The main screen draws everything."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
-"""Seconds between checks whether the web server is still connected."""
+"""Number of seconds between checks of whether the web server is still connected."""
 LONGEST_WITHOUT_GC_S = 60.0
 
 

@@ -1,4 +1,4 @@
-"""The base class of the app and the model picker: colours, ASCII, messages, keys, and the exit after an unexpected error."""
+"""The base class of the app and the model picker: colours, ASCII mode, messages, keys, and the exit after an unexpected error."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ READ_S = 4.0
 class BaseApp(App[ReturnType]):
     """Draws with the configured theme and characters, and exits with a single sentence after an unexpected error.
 
-    Textual would show a traceback of hundreds of lines, and still does if DTYPE_TUI_TRACEBACK is set. An error in Textual's command
-    palette only closes the palette, and a click that Textual can't handle is ignored, since neither should end the session. Both
-    kinds of errors are reported and written to a file.
+    Textual would show a traceback of hundreds of lines, and still does if DTYPE_TUI_TRACEBACK is set. Two kinds of errors do not
+    end the session: an error in Textual's command palette only closes the palette, and a click that Textual can't handle is
+    ignored. Errors of both kinds are reported and written to a file.
 
     Messages appear in a separate line of the topmost window and stay there until they are read. Textual's toasts would cover the
     widgets below them, and disappear unread.
@@ -82,7 +82,7 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read after a key press, if the message is old enough. surely: mark it whatever its age."""
+        """Mark the newest message as read after a key press, if the message is old enough. surely: mark it even if it is newer."""
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
             self._read = said[-1]
@@ -98,11 +98,11 @@ class BaseApp(App[ReturnType]):
         return "Esc quits"
 
     def action_help_quit(self) -> None:
-        """Say which key quits, because Ctrl+C copies. Textual's own sentence contains markup and names a key that is not in use."""
+        """Show which key quits: Ctrl+C copies instead. Textual's own message contains markup and names a key that is not in use."""
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:
-        """Close the topmost window, and clear a cache of Textual.
+        """Close the topmost window, and clear one of Textual's caches.
 
         The cache would keep the drawings of up to 1,024 widgets, including closed ones: tens of MiB after some hundred windows.
         """
@@ -186,8 +186,9 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the letter of a key such as alt+j, which may be Escape followed by that letter, or None for any other key.
+    """Return the letter of a key such as alt+j, which may be Escape followed by that letter. Returns None for any other key.
 
-    Most terminals send the same bytes for both. Terminals that distinguish them send no character with alt.
+    Most terminals send the same bytes for alt+j and for Escape, j. A terminal that distinguishes them sends alt+j without a
+    character.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

@@ -1,4 +1,4 @@
-"""Runs the commands of the `:` line that have arguments, and completes lines."""
+"""Runs the commands of the `:` line that have arguments, and completes partly typed lines."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class CommandWords:
             "save_recipe_to": lambda file: self.save_to("recipe", file),
             "save_report_to": lambda file: self.save_to("report", file),
         }
-        """The functions that run the commands, by `Command.action`. Each receives the command's arguments."""
+        """Maps each `Command.action` to the function that runs the command. The function receives the command's arguments."""
 
     def filter_by(self, text: str = "") -> None:
-        """Show only nodes whose names contain the text, and go to the first of these nodes. An empty text shows all nodes."""
+        """Show only nodes whose names contain the text, and go to the first of them. If the text is empty, show all nodes."""
         self._tree.set_filter(text)
         if self._tree.matches:
             self._tree.next_match(1)
@@ -59,7 +59,7 @@ class CommandWords:
         self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def show_columns(self, words: str = "") -> None:
-        """Show only the named columns of `COLUMNS`, which are separated by blanks or commas. An empty text shows all columns."""
+        """Show only the columns that the text names, separated by blanks or commas. If the text is empty, show all of `COLUMNS`."""
         wanted = words.replace(",", " ").split() or list(COLUMNS)
         if not set(wanted) <= set(COLUMNS):
             raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always shown")
@@ -72,7 +72,7 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write one of the save screen's kinds of file to a path.
+        """Write a file of one of the kinds that the save screen offers.
 
         Raises UserError if the path exists: only the save screen replaces files, after asking.
         """

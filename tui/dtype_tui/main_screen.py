@@ -61,9 +61,9 @@ class MainScreen(Screen[None]):
         self.experiment = controller.experiment
         self._chosen_keys = chosen_keys
         self._wanted_cursor = cursor
-        """The cursor's node in the resumed session, or None after the cursor has reached it or the user has moved the cursor."""
+        """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
         self._worst = ""
-        """The node to which the key for the worst module last went."""
+        """The node that the key for the worst module last went to."""
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)
         self._words = CommandWords(controller, self.tree_view)
@@ -123,7 +123,7 @@ class MainScreen(Screen[None]):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def show_all(self) -> None:
-        """Redraw everything that has changed."""
+        """Redraw every part of the screen whose content has changed."""
         if not self.is_running:
             return
         self.tree_view.refresh_changed()
@@ -147,13 +147,13 @@ class MainScreen(Screen[None]):
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
-        """Show a line if its text has changed. Every redraw costs bytes on a slow connection."""
+        """Set a widget's text if the text has changed. Redrawing an unchanged line would waste bytes on a slow connection."""
         line = self.query_one(id, Static)
         if line.content != words:
             line.update(words, layout=False)  # it is always one line high
 
     def _draw_soon(self) -> None:
-        """Schedule a redraw, unless one is scheduled already, so that a single redraw shows many events of the engine."""
+        """Schedule a redraw unless one is already scheduled, so that one redraw can show the effects of many engine events."""
         if self._draw_is_due:
             return
         self._draw_is_due = True
@@ -219,7 +219,7 @@ class MainScreen(Screen[None]):
         self.side.panes[2].show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module that drifts most. Pressing the key again goes to the next module, and finally back to the first."""
+        """Go to the module with the largest drift. Each further key press goes to the next module, after the last to the first."""
         names = [drift.name for drift in self.experiment.results.worst_modules()]
         if not names:
             self.say("no module drifts yet", "information")
@@ -282,7 +282,7 @@ class MainScreen(Screen[None]):
         self._windows.causes()
 
     def action_inputs(self, line: str = "") -> None:
-        """Run the model on the inputs that the line names. Without a line, show the current inputs."""
+        """Run the model on the inputs that `line` names. Without a line, open the window with the current inputs."""
         if not self.experiment.model.live:
             self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
         elif line:
@@ -323,7 +323,7 @@ class MainScreen(Screen[None]):
         self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
 
     def _copy(self, text: str, what: str) -> None:
-        """Copy to the terminal's clipboard, which over SSH is the clipboard of the user's own machine (OSC 52)."""
+        """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine."""
         if text:
             self.app.copy_to_clipboard(text)
             self.say(f"copied {what}: {text}", "information")

@@ -20,9 +20,9 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between checks whether a new window needs the panel, and whether a step that waits for the engine is complete."""
+"""Seconds between two checks: does a new window need the panel, and is a step that waits for the engine complete?"""
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}
-"""Names of the arrow keys. In ASCII, ↓ would become the letter v, which is itself a key."""
+"""The names of the arrow keys. In ASCII mode, ↓ itself would become the letter v, which is another key."""
 
 
 class TourGuide:
@@ -38,7 +38,7 @@ class TourGuide:
         self._timer: Timer | None = None
 
     def begin(self) -> None:
-        """Start or offer the tour, as the launch requests."""
+        """Start or offer the tour, as requested at launch."""
         if self._launch.begins_tour:
             self.begin_or_leave()
         elif self._launch.offers_tour:
@@ -59,7 +59,7 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer of the tour if this action should. Returns whether it did; the action must then do nothing else."""
+        """Close the offer of the tour if this action should, and return whether it did. If so, the action must do nothing else."""
         if not self._offers or action != "stop":
             return False
         self._offers = False

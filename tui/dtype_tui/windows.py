@@ -1,4 +1,4 @@
-"""Opens the windows over the main screen, for keys and for results, and acts on the user's choice in them.
+"""Opens the windows over the main screen when keys are pressed or results arrive, and acts on the user's choice in a window.
 
 The module of a window is imported when the window opens, so that the first paint does not wait for the import.
 """
@@ -15,7 +15,7 @@ from dtype_tui.widgets.panes.side import SidePanes
 
 
 class Windows:
-    """Opens windows. push: like `App.push_screen`."""
+    """Opens windows. push: shows a screen, as `App.push_screen` does."""
 
     def __init__(self, controller: Controller, tree: ModuleTree, push: Callable[..., object]) -> None:
         self._controller = controller
@@ -24,7 +24,7 @@ class Windows:
         self._push = push
 
     def open_result(self, event: events.Event, width: int) -> None:
-        """Open the window for a result that has arrived. Other events open no window. width: of the screen, in cells."""
+        """Open the window for a result that has arrived. Other events open no window. width: the screen's width in cells."""
         match event:
             case events.Generated():
                 from dtype_tui.screens.generation import generation_screen
@@ -68,7 +68,7 @@ class Windows:
         self._push(screen, lambda measured: measured is not None and go_back_to(measured))
 
     def causes(self) -> None:
-        """Open the plot of drift over depth, and measure the causes of the drift if they are unknown."""
+        """Open the plot of drift over depth. If the causes of the drift are unknown, measure them."""
         controller, experiment = self._controller, self._experiment
         if experiment.results.report is None:
             why = experiment.model.no_forward or "causes need a complete measurement: m measures"
@@ -82,7 +82,7 @@ class Windows:
         self._push(CausesScreen(experiment, controller.activity, lambda: controller.engine.request(stop)))
 
     def inputs(self, set_inputs: Callable[[str], None]) -> None:
-        """Open the inputs of the model. set_inputs: called with the line in which the user names other inputs."""
+        """Open the window of the model's inputs. set_inputs: called with the line in which the user names other inputs."""
         experiment = self._experiment
         from dtype_tui.screens.inputs import InputsScreen
 
@@ -90,7 +90,7 @@ class Windows:
         self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, set_inputs))
 
     def settings(self) -> None:
-        """Open the settings of a run. The engine measures with the chosen settings."""
+        """Open the settings of a run. After a change, the engine measures with the chosen settings."""
         from dtype_tui.screens.settings import SettingsScreen
 
         set_settings = self._controller.set_settings
@@ -124,7 +124,7 @@ class Windows:
         self._push(ScanScreen(self._experiment, self._controller.pause_scan), left)
 
     def optimise(self) -> None:
-        """Open the Pareto front, if there is a scan that applies."""
+        """Open the Pareto front, if a scan of the current inputs and settings exists."""
         controller, experiment = self._controller, self._experiment
         if experiment.scan.report is None and experiment.model.no_forward:
             words = f"the Pareto front comes from a scan, and none can be made: {experiment.model.no_forward}"

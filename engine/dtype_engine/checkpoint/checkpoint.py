@@ -42,19 +42,20 @@ class Checkpoint:
     form: Form = "safetensors"
     """The kind of reader that the files need."""
     values: Mapping[str, Any] | None = None
-    """The tensors' values by name, if reading the headers has already mapped them into memory, as it does for pickles."""
+    """The tensors' values by name, if reading the headers has also mapped the values into memory. This is so for pickles."""
     base: str | None = None
     """The model that an adapter belongs to. None if the checkpoint is not an adapter or does not name the model."""
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
-    """The state of each weights file before anything was read from the file."""
+    """The size, modification time and inode of each weights file before anything was read from it."""
     components: tuple[Component, ...] = ()
     """The folders of a diffusers pipeline that hold weights."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Further names of tied weights, each with the tensor's name in `tensors`. Read from pickles and from safetensors' metadata."""
+    """Maps each further name of a tied weight to the weight's name in `tensors`. Read from pickles and from safetensors' metadata.
+    """
     index: IndexReport | None = None
-    """How far the checkpoint's index agrees with the shards, or None if the checkpoint has no index."""
+    """The differences between the checkpoint's index and its shards, or None if the checkpoint has no index."""
 
     @cached_property
     def quantized(self) -> dict[str, QuantizedWeight]:
@@ -68,7 +69,7 @@ class Checkpoint:
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
         """The tensors under the names that the model gives them. A tied weight appears under each of its names. Scales are left
-        out, because they belong to a weight.
+        out: each of them belongs to a weight.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
         besides = self._own_parts - own.keys()
@@ -79,13 +80,13 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of a tensor of `weights` by its name in `core.dtypes`, which may end in `@tensor`."""
+        """Return the dtype of the tensor `name` in `weights`, under its name in `core.dtypes`, which may end in `@tensor`."""
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the names in `weights` of a tensor of the module tree. It has several names if the model loader packs several
-        tensors of the files into it, and none if the files lack it.
+        """Return the names under which `weights` holds the given tensor of the module tree. There are several names if the model
+        loader packs several tensors of the files into this one, and none if the files lack it.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
@@ -115,7 +116,7 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """The tensors of the files except the codes and scales of `quantized`."""
+        """All tensors in the files except the codes and scales of the weights in `quantized`."""
         own = self._own_parts
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 

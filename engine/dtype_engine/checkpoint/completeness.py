@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is complete: compares its index with its files, and counts the tensors found for a model."""
+"""Checks that a checkpoint is complete: compares its index with its files, and reports the tensors that a model lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class LeftOutFile:
 
     name: str
     tensors: tuple[str, ...]
-    """The tensors of this file that no file of the index has."""
+    """The tensors that are in this file and in none of the files that the index names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,18 @@ class IndexReport:
     """The differences between an index and the files of its folder."""
 
     found: int
-    """The number of tensors that are in the index and in one of its files."""
+    """The number of tensors that the index names and that one of the index's files holds."""
     missing: tuple[tuple[str, str], ...] = ()
-    """(tensor, file that the index names for it) for each tensor that none of the index's files has."""
+    """(tensor name, file name in the index) for each tensor that the index names and none of the index's files holds."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor, file that the index names for it, file that has it) for each tensor that is in the wrong file."""
+    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is in another file."""
     unnamed: tuple[str, ...] = ()
     """Tensors that are in the index's files but not in the index."""
 
     @property
     def coverage(self) -> Coverage:
-        """The number of tensors that the index or a left-out file names, and the names of those that no file of the index has."""
+        """The number of tensors in the index and in left-out files, and the names of those that none of the index's files holds."""
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
@@ -71,7 +71,7 @@ def what_is_missing(
 ) -> tuple[str, ...]:
     """Return sentences that say what a checkpoint lacks, or () if it is complete.
 
-    model: the class that `coverage` refers to. prefix: the beginning of all names in the files that the class's names do not have.
+    model: the class that `coverage` refers to. prefix: a prefix that all tensor names in the files have and the class's names lack.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()
@@ -88,7 +88,7 @@ def compare_index(
 ) -> IndexReport:
     """Compare an index with the tensors in the files that it names.
 
-    A file counts as left out of the index if its name begins like the index's files, and it has tensors that none of them has.
+    A file counts as left out if its name begins like those of the index's files and it holds tensors that these files lack.
     """
     missing = [(name, file) for name, file in weight_map.items() if name not in tensors]
     moved = [

@@ -35,21 +35,21 @@ class Component:
     folder: Path
     files: tuple[Path, ...]
     stem: str
-    """The name of a weights file in this component's library, without `.safetensors`."""
+    """The name, without `.safetensors`, that the component's library (diffusers or transformers) gives to a weights file."""
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False
-    """Whether the component's weights are pickles. If so, the pipeline's tensors do not include them."""
+    """Whether the component's weights are pickles. The pipeline's tensors do not include weights in pickles."""
     identities: tuple[FileIdentity, ...] = ()
 
     @property
     def prefix(self) -> str:
-        """The beginning of the component's tensor names in the whole pipeline."""
+        """The prefix of the component's tensor names in the whole pipeline."""
         return f"{self.name}."
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the components that an index names, except optional ones that were left out, for which the index has no class."""
+    """Return the components that an index names, without optional ones that were left out, for which the index has no class."""
     return tuple(
         name
         for name, named in index.items()

@@ -139,7 +139,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint marked as a PEFT adapter, whose tensors belong to weights of another model."""
+    """Return the checkpoint, marked as a PEFT adapter. An adapter's tensors belong to the weights of another model."""
     base = str(read_json(checkpoint.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
     return dataclasses.replace(
@@ -148,7 +148,7 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the tied weights' names that only a file's metadata has, each with the name of its tensor.
+    """Return a map from each tied weight's name that only a file's metadata has to the name of the tensor that the file holds.
 
     safetensors' `save_model` writes a tied weight once. The metadata maps each name that was left out to the name that was kept.
     """

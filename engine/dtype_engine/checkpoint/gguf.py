@@ -21,7 +21,7 @@ def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
     """Return the tensors of a GGUF file by name. Raises UserError, which names the file and the problem.
 
     Types that only GGUF has (block types such as Q4_K or IQ2_XS) keep their own names, in lower case. If the gguf package can
-    dequantize a type, tensors of this type have float32 values, which may be cast. Tensors of all other such types are bytes only.
+    dequantize such a type, its tensors have float32 values, which may be cast. If not, only the number of bytes is known.
     """
     header = read_gguf_header(path)
     size = os.path.getsize(path)

@@ -24,7 +24,7 @@ _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
-"""Maximum number of texts in the lists of all fields together. The largest vocabularies have 300,000."""
+"""Maximum total number of strings in the lists of a header. The largest vocabularies have 300,000."""
 _DEEPEST = 4
 _LONGEST_NAME = 65_535
 
@@ -121,7 +121,7 @@ class _Reader:
         return name, tuple(reversed(extents)), kind, start
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
-        """Skip a value of this type. depth: the number of lists around the value."""
+        """Skip a value of this type. depth: how deeply the value is nested in lists."""
         if kind in _WIDTHS:
             self.skip(_WIDTHS[kind])
             return
@@ -149,7 +149,7 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Skip this many texts. Texts need a fast loop, because a vocabulary is the largest part of a header."""
+        """Skip this many strings. A fast loop is needed, because the strings of a vocabulary are the largest part of a header."""
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):

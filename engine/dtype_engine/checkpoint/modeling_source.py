@@ -19,7 +19,7 @@ _KEPT = re.compile(r"^    _keep_in_fp32_modules(_strict)? = (\[[^\]]*\]|\{[^}]*\
 
 @dataclass(frozen=True, slots=True)
 class KeptInFloat32:
-    """Parts of tensor names. An architecture keeps every tensor whose name has one of these parts in float32."""
+    """Parts of tensor names. An architecture keeps a tensor in float32 if its name contains one of these parts."""
 
     always: frozenset[str] = frozenset()
     """Name parts of tensors that stay in float32 if a model is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""
@@ -47,7 +47,7 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return the declarations of all classes of the architecture together. They are empty if the architecture is unknown."""
+    """Return what all classes of an architecture together declare to stay in float32. Empty if the architecture is unknown."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
         try:
@@ -58,10 +58,10 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return a prefix, such as `language_model.`, that all names of a checkpoint have but the names of its architecture lack.
-    Returns "" if there is no such prefix or the architecture is unknown.
+    """Return the prefix, such as `language_model.`, that all tensor names of a checkpoint have and its architecture does not
+    expect. Returns "" if there is no such prefix or the architecture is unknown.
 
-    The architecture's own prefix, the only one that loaders add and drop, must follow in most of the names.
+    Loaders add and drop only the architecture's own prefix, so this one must follow the foreign prefix in most of the names.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

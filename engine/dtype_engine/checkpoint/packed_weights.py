@@ -50,7 +50,9 @@ class Layout:
     beside: tuple[str, ...] = ()
     """Suffixes of further parts that follow the module's name instead of the stem."""
     alone: tuple[str, ...] = ()
-    """Suffixes that no plain tensor has. A tensor with such a suffix is a part even if all other parts are missing."""
+    """Suffixes that no plain tensor has. A tensor with such a suffix is part of a quantised weight, even if other parts are
+    missing.
+    """
 
 
 BLOCK_SCALED = Layout(
@@ -127,16 +129,16 @@ class PackedWeight:
 
     @property
     def codes(self) -> str:
-        """The name of the weight's codes."""
+        """The name of the tensor that holds the weight's codes."""
         return self.stem + self.layout.codes
 
     @property
     def scale(self) -> str:
-        """The name of the weight's scales."""
+        """The name of the tensor that holds the weight's scales."""
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """Return the name of another part of the weight."""
+        """Return the name of the weight's part that has this suffix."""
         return self.stem + suffix
 
     @property
@@ -148,7 +150,7 @@ class PackedWeight:
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the quantised weights among these tensors that have both codes and scales."""
+    """Return the quantised weights whose codes and scales are both among these tensors."""
     found = []
     for name in tensors:
         if not name.endswith(_SCALE_ENDS):
@@ -165,7 +167,7 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return why a tensor is never cast, for each tensor that is a part of a weight quantised by another program."""
+    """Map the name of each tensor that is part of a weight quantised by another program to the reason why it is never cast."""
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):
@@ -199,7 +201,7 @@ def declared_method(config: Mapping[str, Any] | None) -> str | None:
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return the scheme that `quantization_config` declares, as words that complete "a weight that is ...", or None without one."""
+    """Return the scheme that `quantization_config` declares, in words that complete "a weight that is ...", or None."""
     method = declared_method(config)
     if method is None:
         return None
@@ -211,5 +213,5 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
-    """Return the names of all parts of these weights that the file has."""
+    """Return the names of all tensors in the file that are parts of these weights."""
     return {name for weight in weights for name in weight.names if name in tensors}

@@ -26,15 +26,16 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 
 Count = int | Literal["unknown"] | None
-"""The number of parameters in a tensor. None means that each element of the tensor is one parameter."""
+"""The number of parameters that a tensor represents. If None, each element of the tensor is one parameter."""
 
 
 def parameters_meant(
     tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """Return the number of parameters in every part of a quantised weight. It is 0 for scales, zero points and descriptions.
+    """Return the number of parameters that each part of a quantised weight represents, by the part's name. It is 0 for scales, zero
+    points and descriptions.
 
-    parts: names among `tensors`, whose shapes are those in the files.
+    parts: the names of the parts. tensors: all tensors, with their shapes in the files.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):
@@ -84,7 +85,7 @@ def _last(tensor: Stored) -> int:
 
 
 def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of values in MLX's words. `quantization` has default bits and group size, and others for some modules."""
+    """Return the number of parameters in an MLX weight. The configuration may set bits and group size for single modules."""
     declared = config.get("quantization") or config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return "unknown"
@@ -99,7 +100,7 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
 
 
 def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of values in the words or bytes of compressed-tensors."""
+    """Return the number of parameters that compressed-tensors has packed into the words or bytes of a weight's codes."""
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
         values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)
@@ -115,7 +116,7 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
 
 
 def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the (bit width, group size) of packed integers in each group of `quantization_config`."""
+    """Return the distinct (bit width, group size) of the packed integers that the groups of `quantization_config` declare."""
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
     found = set()
@@ -129,7 +130,7 @@ def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
 
 
 def _bits(config: Mapping[str, Any]) -> int | None:
-    """Return the number of bits per value in `quantization_config`, or None if it does not say."""
+    """Return the number of bits per value that `quantization_config` declares, or None if it declares none."""
     declared = config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return None

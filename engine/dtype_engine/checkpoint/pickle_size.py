@@ -38,7 +38,8 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 def check_legacy(path: Path) -> None:
     """Check the number of opcodes in a file of torch's old format or in any bare pickle.
 
-    Damage is ignored here, because torch's reader reports it. Raises UserError for too many opcodes, and OSError.
+    Damage is ignored here, because torch's reader reports it. Raises UserError for too many opcodes, and OSError for an unreadable
+    file.
     """
     with open_regular(path) as file:
         for _ in range(_LEGACY_PICKLES):

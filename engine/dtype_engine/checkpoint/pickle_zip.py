@@ -75,7 +75,7 @@ def check_archive(path: Path, trust: bool) -> Archive:
 def refuse_too_large(path: Path) -> None:
     """Raise UserError if the inflated records of a zip archive do not fit into memory.
 
-    Also raises OSError, and zipfile's errors for a damaged archive.
+    Raises OSError if the file can't be read, and zipfile's errors if the archive is damaged.
     """
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
@@ -83,7 +83,7 @@ def refuse_too_large(path: Path) -> None:
 
 
 def refuse_cut_zip(path: Path) -> None:
-    """Raise UserError if a file begins as a zip archive but lacks the directory at the end. Also raises OSError."""
+    """Raise UserError if a file begins as a zip archive but lacks the directory at its end, and OSError if it can't be read."""
     with open(path, "rb") as file:
         begins = file.read(4) == b"PK\x03\x04"
     if begins and not zipfile.is_zipfile(path):
@@ -93,7 +93,7 @@ def refuse_cut_zip(path: Path) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is a zip archive with compressed records. A program that maps these would take them for weights."""
+    """Return whether a file is a zip archive with compressed records. These must not be mapped: their bytes are not the weights."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -184,7 +184,7 @@ class _Global(str):
 
 
 _OTHER = object()
-"""Placeholder on the stack for any other object that a pickle creates, since it says nothing about storages."""
+"""Placeholder on the stack for an object that the pickle creates and that does not matter for storages."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:
@@ -236,7 +236,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply any other opcode to the stack: remove the objects that it consumes, and push a placeholder for each result."""
+    """Apply an opcode that does not concern storages: remove the objects that it consumes, and push a placeholder per result."""
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

@@ -56,7 +56,7 @@ class Pickled:
 
 
 def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """Return the tensors of one or several files, mapped if possible. Raises UserError, which names the file and the problem."""
+    """Return the tensors of one or several files, memory-mapped if possible. Raises UserError, naming the file and the problem."""
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -127,7 +127,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return a tensor's storage, offset, shape and strides, to compare two names of it, or None if equality would prove nothing."""
+    """Return a key that two tensors share if they view the same memory in the same way, or None for a tensor without such a key."""
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -197,7 +197,7 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """Return a sentence that names an object, other than tensors, that a pickle holds."""
+    """Return the sentence that refuses a pickle because it holds objects other than tensors. It names one of them, if known."""
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in text:
@@ -215,7 +215,8 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return the tensors by name, and notices that name the entry that contains them and count the tensors outside this entry.
+    """Return the tensors by name, and notices for the user: which entry of the file holds the weights, and how many other tensors
+    exist.
 
     Raises UserError if there are no tensors, or two have the same name.
     """
@@ -242,8 +243,8 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Return the mapping with the most tensors in the loaded object, and its path, such as `model.state_dict`, or "" for the top
-    level. The search ends at the first mapping with a usual name.
+    """Find the mapping with the most tensors in the loaded object. Returns it and its path, such as `model.state_dict`, or "" for
+    the object itself. The search ends at the first mapping with a usual name.
     """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
@@ -260,7 +261,7 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield the path and the mapping for each mapping directly inside these. Mappings with usual names come first."""
+    """Yield (path, mapping) for each mapping that is a direct entry of a given mapping. Those with usual names come first."""
     from torch import nn
 
     for place, mapping in level:
@@ -310,7 +311,7 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """Return the number of tensors that a pickle's mappings and lists hold outside of `chosen`, and the path of the first one."""
+    """Return the number of tensors in a pickle's mappings and lists other than `chosen`, and the path of the first of them."""
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])

@@ -1,8 +1,8 @@
 """Checks that a configuration and the tensors next to it can belong to one model, by their numbers alone.
 
-The time and memory that building a module takes depend on `config.json`, so a file of a few bytes could demand any amount. A module
-has at least one tensor per layer, and at least one tensor with as many elements as the module is wide. So the headers of the
-weights limit the numbers of a genuine configuration.
+`config.json` determines the time and memory for building a module, so a file of a few bytes could demand any amount. A module has
+at least one tensor per layer, and at least one tensor with as many elements as the module is wide. So the headers of the weights
+limit the numbers of a genuine configuration.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
-"""Matches numbers of modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""
+"""Matches configuration keys that count modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""
 _WIDTHS = re.compile(
     r"(.*(hidden|intermediate|vocab|embed|embedding|ffn?|inner|state|model)_(size|dim)|d_model|d_ff|d_kv|n_embd|n_inner|dim"
     r"|.*(n|num)_(.*_)?heads?|.*_heads|head_dim|num_labels)$"
 )
-"""Matches extents of tensors: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
+"""Matches configuration keys that determine tensors' sizes: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
 _POSITIONS = re.compile(r".*positions?(_embeddings)?$")
 _ALWAYS_COUNTS = 1_000
 _ALWAYS_WIDTH = 1_000_000
 _MOST_POSITIONS = 100_000_000
-"""Maximum number of positions: ten times the longest context of 2026. Some models compute one row per position."""
+"""Maximum number of positions: ten times the longest context of any model in 2026. Some models compute one row per position."""
 _DEEPEST = 20
 
 
@@ -60,7 +60,7 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield every number of a configuration, including nested ones, by its dotted name. A list yields its largest number."""
+    """Yield (dotted name, number) for every number of a configuration, including nested ones. A list yields its largest number."""
     for key, value in config.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and depth < _DEEPEST:

@@ -22,8 +22,8 @@ from dtype_engine.core.text import printable
 LONGEST_HEADER = 100_000_000
 """Maximum length of a header in bytes, which is also the limit of the safetensors library."""
 MOST_TENSORS = 500_000
-"""Maximum number of tensors in a checkpoint. The largest models of 2026 have 90,427 (DeepSeek-V3, 671 B), or three times as many if
-each weight is packed in parts. At this limit, headers and tree take some 10 s and 700 MB, and both grow with the number.
+"""Maximum number of tensors in a checkpoint. The largest model of 2026 has 90,427 (DeepSeek-V3, 671 B), or three times as many if
+each weight is packed in parts. At this limit, headers and tree take about 10 s and 700 MB; time and memory grow with the number.
 """
 _MOST_DIMENSIONS = 64
 _BRACES = 100_000
@@ -49,7 +49,7 @@ class CheckpointTensor:
     """torch's name of the dtype, or GGUF's own name if `packed`."""
     file: Path
     start: int | None
-    """Offset of the tensor's first byte in the file, or None if the bytes are not contiguous there (pickles)."""
+    """Offset of the tensor's first byte in the file, or None if the tensor's bytes are not contiguous in the file (pickles)."""
     nbytes: int
     packed: bool = False
     """Whether the tensor's dtype is one that only GGUF defines."""
@@ -130,7 +130,7 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(
     path: Path, name: str, entry: Any, body_start: int, size: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> CheckpointTensor:
-    """Check one entry of a header. shapes: the shapes of the entries before it, so that equal shapes share one object."""
+    """Check one entry of a header. shapes: shapes of earlier entries, so that entries with equal shapes share one object."""
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:

@@ -83,10 +83,10 @@ def locate(
     model: str | None, trust_pickle: bool = False, download: bool = False, python_only_by: str | None = None
 ) -> Source:
     """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, or a Hugging Face
-    id in the local cache (with `download`, also on the hub). None is the built-in demo, as is `demo` unless such a file exists.
+    id in the local cache (with `download`, also on the hub). None and, unless such a file exists, `demo` mean the built-in demo.
 
-    python_only_by: set this for a text that comes from a file, since a file must not choose which Python code runs. Code is then
-    refused, and these words say how the user can name it. Raises UserError, which says where the model was looked for.
+    python_only_by: if set, Python code is refused, and these words tell the user how to name it. Set it for a text that comes from
+    a file, since a file must not choose which Python code runs. Raises UserError, which says where the model was looked for.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 
@@ -126,7 +126,7 @@ def _json_files(path: Path) -> tuple[FileIdentity, ...]:
 
 
 def is_python(model: str | None) -> bool:
-    """Return whether `locate` would treat a text as a name of Python code."""
+    """Return whether `locate` would treat a text as the name of Python code."""
     if model is None:
         return False
     try:
@@ -205,7 +205,7 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the snapshot of the revision `main`, or else the only snapshot. Returns None if there are several or none."""
+    """Return the cached snapshot of revision `main` or, without it, the only snapshot. Returns None if none or several exist."""
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text().strip()

@@ -109,7 +109,7 @@ def index_of(folder: Path) -> Path | None:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the file name for every tensor in an index. Raises UserError if the file is not an index."""
+    """Return the file name of each tensor by the tensor's name. Raises UserError if the file is not an index."""
     weight_map = read_json(index).get("weight_map")
     if (
         not isinstance(weight_map, dict)
@@ -122,7 +122,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
     """Return the path of the file with this name in the folder. Neither the name nor a link may lead out of the folder, because the
-    index that contains the name is untrusted.
+    name comes from an index, which is untrusted.
 
     The only exception is the Hugging Face cache, whose snapshots are links to the `blobs` folder next to them. Raises UserError.
     """

@@ -1,4 +1,4 @@
-"""Writes a file completely or not at all: first to a temporary file in the same folder, which is flushed to disk, then renamed."""
+"""Writes a file completely or not at all: writes a temporary file in the same folder, flushes it to disk, and renames it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dtype_engine.core.text import printable
 def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
     """Write a text file so that no crash, full disk or power failure leaves it incomplete. Returns its absolute path.
 
-    replace: whether an existing file may be replaced. mode: the file's permissions; if None, those of any new file. Raises
-    UserError if the file can't be written; an existing file is then unchanged.
+    replace: whether an existing file may be replaced. mode: the file's permissions; if None, the usual permissions of a new file.
+    Raises UserError if the file can't be written; an existing file is then unchanged.
     """
     path = check_target(path, replace)
     temporary: str | None = None
@@ -71,7 +71,7 @@ def is_taken(typed: str) -> bool:
 
 
 def _rename_new(temporary: str, path: Path) -> None:
-    """Rename a file to a name that must be free. A hard link is used because it fails, unlike a rename, if the name is taken."""
+    """Rename a file to a name that must be free. Uses a hard link, which fails if the name is taken, while a rename overwrites."""
     try:
         os.link(temporary, path)
     except FileExistsError:
@@ -83,7 +83,7 @@ def _rename_new(temporary: str, path: Path) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a new file name survives a power failure. Systems that can't do so are ignored."""
+    """Flush a folder's entries to disk, so that a new file name survives a power failure. Does nothing if this is unsupported."""
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:

@@ -1,9 +1,9 @@
-"""Formats that have one scale for each block of a weight: their parts, shapes and bytes in a file. Does not import torch.
+"""Formats that store one scale for each block of a weight: their tensors, shapes and bytes in a file. Does not import torch.
 
-A weight is treated as one or more matrices. A vector is one row. With three or more dimensions, a row is the last dimension if a
-block fits into it (the experts of a layer); otherwise a row is all dimensions but the first (a convolution). Blocks lie along rows.
-If blocks do not divide a matrix, the last ones are shorter, as in DeepSeek's files: codes keep the weight's shape, and the number
-of scales is rounded up.
+A weight is treated as one or more matrices, and blocks lie along the rows. A vector is one row. In a weight with three or more
+dimensions, a row is the last dimension if it is at least one block long (stacked experts). Otherwise, all dimensions but the first
+form a row (a convolution). If blocks do not divide a matrix, the last blocks are shorter, as in DeepSeek's files: the codes keep
+the weight's shape, and the number of scales is rounded up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Blocks:
     zero_points: bool = False
     """Whether each block also has an integer zero point."""
     packing: Packing = "none"
-    """How codes of less than a byte are packed in a file."""
+    """How codes that are smaller than a byte are packed in a file."""
     layout: str = ""
     """The name of the checkpoint layout in which other programs read this format, or "" if there is none."""
 
@@ -42,7 +42,7 @@ class Part:
     """One of the tensors that store a weight in a file."""
 
     suffix: str
-    """The suffix of this tensor's name after the weight's name; "" for the codes."""
+    """The text that follows the weight's name in this tensor's name; "" for the codes."""
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
@@ -57,7 +57,7 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""The last part of the name of the NVFP4 tensor that holds a layer's input scale: 448 * 6 / max |input| in float32."""
+"""The last part of the name of the tensor that holds an NVFP4 layer's input scale: 448 * 6 (largest fp8, fp4) / max |input|."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,
@@ -82,7 +82,7 @@ def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
 
 
 def scale_grid(shape: Sequence[int], blocks: Blocks) -> tuple[int, int]:
-    """Return the grid of a weight's scales as (rows, columns). The grids of several matrices are stacked, which adds their rows."""
+    """Return the shape (rows, columns) of a weight's grid of scales. The grids of several matrices are stacked row by row."""
     count, rows, width = matrices(shape, blocks.columns)
     return count * -(-rows // blocks.rows), -(-width // blocks.columns)
 

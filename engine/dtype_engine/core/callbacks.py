@@ -10,7 +10,7 @@ T = TypeVar("T")
 class Fixed(Generic[T]):
     """A callback that accepts any arguments and always returns the same value.
 
-    Its `repr` is its name, so that `help()` shows the name as a default; the `repr` of a function would show an address.
+    Its `repr` is its name, so `help()` shows this name where the callback is a default. A function would show its address.
     """
 
     def __init__(self, name: str, value: T) -> None:

@@ -19,7 +19,7 @@ never = Fixed("never", False)
 
 class CancelToken:
     """A token that pauses, resumes or stops work from any thread. The work calls the token, as `cancelled()`, between its steps.
-    While the work is paused, this call waits.
+    While the work is paused, this call blocks.
     """
 
     def __init__(self) -> None:

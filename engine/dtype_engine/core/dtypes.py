@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""A rule can name this in place of a dtype, to keep the dtype that each tensor has in the checkpoint."""
+"""A rule can name this in place of a dtype. The tensors that it matches then keep their dtypes in the checkpoint."""
 
 
 PER_TENSOR = "@tensor"
@@ -51,7 +51,7 @@ class DType:
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype that holds the values, or a storage format's codes (one byte each), while a model runs."""
+        """torch's name for the dtype in memory while a model runs: of the values or, in a storage format, of the one-byte codes."""
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -87,7 +87,7 @@ _TABLE = (
 )
 
 SCALE_BYTES = 4
-"""Bytes of the scale of one channel or tensor, which is a float32."""
+"""Size in bytes of the scale of a channel or tensor, which is a float32."""
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 _PER_TENSOR_SCALES = tuple(
@@ -268,7 +268,7 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if it has none."""
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if there are none."""
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

@@ -29,7 +29,7 @@ class UserError(Exception):
 
     @property
     def sentence(self) -> str:
-        """Return the message with placeholders for hints, which the app fills with keys and the command line with options."""
+        """Return the message with its placeholders for hints. The app replaces them with keys, the command line with options."""
         return super().__str__()
 
     def __str__(self) -> str:

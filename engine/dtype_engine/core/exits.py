@@ -1,4 +1,4 @@
-"""Turns a call of `sys.exit` by a model's code into an ordinary error, so that it does not end this program."""
+"""Turns a call of `sys.exit` in a model's code into an ordinary error, because the call would end this program."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 class ExitCalled(RuntimeError):
-    """Code in an `exits_as_errors` block called `sys.exit`, `exit` or `quit`, or raised SystemExit itself."""
+    """Raised if code in an `exits_as_errors` block calls `sys.exit`, `exit` or `quit`, or raises SystemExit itself."""
 
 
 @contextmanager

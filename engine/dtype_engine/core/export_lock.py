@@ -1,9 +1,9 @@
 """Locks on unfinished exports, which distinguish the remains of a killed process from files that a running process is writing.
 
 An export to `out` is written to a folder next to it, `.out.partial-HOST.*`. A folder that it replaces is moved to
-`.out.replaced-HOST.*` until the new one is in place. The writer holds a lock on both. The system releases a lock when its process
-ends for any reason, and unlike a process ID a lock is never reused by another process. The names include the host, because locks
-may not work across a network file system.
+`.out.replaced-HOST.*` until the new one is in place. The writer locks both folders. The system releases a lock when its process
+ends for any reason. Unlike a process ID, a lock is never reused by another process. The names include the host, because locks may
+not work across a network file system.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 def sibling(target: Path, purpose: str) -> Path:
     """Return a new name for a folder next to an export's target. The writer knows the name before it creates the folder, so it can
-    remove the folder whenever a signal arrives.
+    remove the folder even if a signal arrives during the creation.
     """
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 

@@ -23,7 +23,7 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights in the fused group of `name`, also if the model lacks some, or () if there is no group."""
+    """Return the names of all weights in the fused group of `name`, even those that the model lacks, or () if there is no group."""
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -39,7 +39,7 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Map each weight that shares its tensor scale to all weights that share it, including itself. planned: dtypes by name.
+    """Map each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes by weight name.
 
     A tensor scale is shared by the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
     """
@@ -54,7 +54,7 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights in `names` that share a tensor scale with `name` if the whole group is in `dtype`, or () if none does."""
+    """Return the weights in `names` that would share one tensor scale with `name` if all were in `dtype`, or () if none would."""
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)

@@ -13,7 +13,7 @@ def gc_paused(freeze: bool = False) -> Iterator[None]:
     collector would otherwise scan repeatedly without freeing any.
 
     freeze: exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as long
-    as the program. Only the first such block of a process freezes, so that models opened later can be freed.
+    as the program. In each process, only the first block with `freeze` does so, so that models opened later can be freed.
     """
     was_on = gc.isenabled()
     gc.disable()

@@ -35,7 +35,8 @@ def check_files(options: Options) -> None:
 
 
 def parse_inputs_line(options: Options, line: str) -> Options:
-    """Return the options with the inputs that a line names: a prompt, or the paths of text, image, audio or tensor files.
+    """Return the options with their inputs replaced by those in a line: a prompt, or the paths of text, image, audio or tensor
+    files.
 
     New text replaces the earlier text, new images replace the earlier images, and a tensor file replaces all other inputs. An empty
     line restores the defaults. Raises UserError for a file that can't be read.
@@ -77,7 +78,9 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """Return the files that a line names; None for a prompt. Raises UserError if all words look like files but one is missing."""
+    """Return the files that a line names, or None if it is a prompt. Raises UserError if a word looks like a missing file's
+    name.
+    """
     whole = Path(text).expanduser()
     if _exists(whole):
         return [whole]

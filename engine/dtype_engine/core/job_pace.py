@@ -18,10 +18,10 @@ class JobPace:
         self._job = ""
         self._share: float | None = None
         self._begun: tuple[float, float] | None = None
-        """The time at which the running job first reported the share of its work done, and that share."""
+        """(time, share of the work done) when the running job first reported its progress."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """Record the share of a job that is done (0 to 1, None if unknown). If it has decreased, the job has restarted."""
+        """Record the share of a job that is done (0 to 1, or None if unknown). A decrease means that the job has restarted."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

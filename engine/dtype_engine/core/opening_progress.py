@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 _MODULES = {"checkpoint": 3000, "python": 1300}
-"""About how many Python modules are imported once a model of each kind is open. transformers 5.23 imports 3,003; a Python file that
-builds its own model may not import transformers.
+"""The approximate number of Python modules that have been imported once a model of each kind is open. transformers 5.23 imports
+3,003. A Python file that builds its own model may not import transformers.
 """
 _INTERVAL_S = 0.2
 _MOST = 0.95

@@ -33,12 +33,12 @@ class RunSettings:
     runtimes that serve W8A8 and W4A4.
     """
     classes_dim: ClassesDim = "auto"
-    """The dimension of the main output that holds the logits of a distribution over classes or tokens, from 0, or from the last
-    with -1; "none" for an output that is no distribution; "auto" follows the model's class and its configuration.
+    """The dimension of the main output along which the logits of a distribution over classes or tokens lie. It is counted from 0,
+    or from the end if negative. "none": the output is no distribution. "auto": the model's class and its configuration decide.
     """
 
     def of_weights(self) -> RunSettings:
-        """Return these settings, for scans and causes, without autocast and `float_inputs`, which concern no single weight."""
+        """Return these settings without autocast and `float_inputs`, which concern no single weight. Used for scans and causes."""
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
@@ -67,17 +67,17 @@ class Options:
     texts: tuple[Path, ...] = ()
     """Calibration text files, split like prompts. Each line of a `.jsonl` file is an object with `text`, `prompt` or `messages`."""
     chat: bool = False
-    """Whether to format prompts as a user's messages with the tokenizer's chat template."""
+    """Whether to format each prompt as a user's message with the tokenizer's chat template."""
     sequence_length: int | None = None
     """The maximum number of tokens in a sequence."""
     sequences: int | None = None
     """The maximum number of sequences to run."""
     images: tuple[Path, ...] = ()
-    """Image files for the model's own processor."""
+    """Image files, which the model's own processor converts to inputs."""
     audio: tuple[Path, ...] = ()
-    """Audio files for the model's own processor."""
+    """Audio files, which the model's own processor converts to inputs."""
     tensors: Path | None = None
-    """A file with all arguments of the forward pass by name, which replaces all other inputs."""
+    """A file that holds every argument of the forward pass under its name. It replaces all other inputs."""
     weights: Path | None = None
     """A checkpoint to load into the module that a Python file defines."""
     architecture: str | None = None
@@ -85,7 +85,7 @@ class Options:
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     random_weights: bool = False
-    """Whether to run a model although its files lack weights, which are then random. Otherwise it opens without a forward pass."""
+    """Whether to run a model with random values for weights that its files lack. If not, such a model opens but can't run."""
     download: bool = False
     """Whether to download a model that is not in the local cache."""
     trust_remote_code: bool = False
@@ -95,13 +95,14 @@ class Options:
     precision: float | None = None
     """The relative standard error of the drift at which a measurement stops. If None, all inputs are run."""
     floor: Literal["auto", "always", "never"] = "auto"
-    """When to measure the noise floor. "auto": when a measured drift is near the floor, or when the engine is otherwise idle."""
+    """When to measure the noise floor. "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
+    """
     modules: Literal["some", "exact"] = "some"
-    """In which sequences modules' outputs are compared. "some": at least the first, up to 1/6 of the inputs. "exact": all."""
+    """On which sequences modules' outputs are compared. "some": on the first, and on up to 1/6 of the inputs. "exact": on all."""
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
     """The number of threads that torch computes with. If None, torch's default."""
     workers: int | str | None = None
-    """Where the app runs scans, causes and measurements of several recipes: in this many processes, or on the cluster at an address
-    such as `tcp://HOST:8786`. If None, in the app's single engine. A `Session` always works in its own process.
+    """Where the app runs scans, causes and measurements of several recipes. A number: in this many processes. An address such as
+    `tcp://HOST:8786`: on the cluster there. None: in the app's single engine. A `Session` always works in its own process.
     """

@@ -26,7 +26,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse `3/16`, or `slurm`, which reads the share from the environment variables of a Slurm job array. Raises UserError."""
+        """Parse a share such as `3/16` (the third of sixteen), or `slurm`: the share of this Slurm array task. Raises UserError."""
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
@@ -51,7 +51,7 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return this shard's share of `parts`: every `count`-th part. Neighbours take similar time, so this balances shards."""
+        """Return this shard's share of `parts`: every `count`-th part. Neighbours take similar time, so all shares do."""
         return parts[self.number - 1 :: self.count]
 
 

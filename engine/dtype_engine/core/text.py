@@ -15,7 +15,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return `text` with the same characters escaped as in `printable`, except line breaks."""
+    """Return the whole `text` with the characters that `printable` escapes escaped, except line breaks."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 

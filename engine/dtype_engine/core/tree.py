@@ -38,17 +38,17 @@ class TensorInfo:
     packed_bytes: int | None = None
     """Bytes as stored, for a dtype whose size only the file format knows, such as GGUF's blocks."""
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, unless its dtype alone is the reason. For example, it is part of a quantised weight."""
+    """Why the tensor is never cast, such as being part of a quantised weight. None if nothing but its dtype prevents a cast."""
     quantized: bool = False
     """Whether the tensor has a storage-only dtype and the file also holds its scales, as in this program's own exports."""
     made_on_load: bool = False
-    """Whether the model creates this tensor and the files do not hold it. Its bytes then count as neither stored nor planned."""
+    """Whether the model creates this tensor because the files do not hold it. Neither stored nor planned bytes then include it."""
     stored_as: tuple[str, ...] = ()
-    """The tensor's names in the files if they differ from `name`; several if the model packs several stored tensors into one.
-    Patterns match `name` and these names.
+    """The tensor's names in the files, if they differ from `name`. There are several if the model packs several stored tensors into
+    one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters that a part of a quantised weight represents. If None, it is the tensor's number of elements."""
+    """The number of parameters that a part of a quantised weight represents. If None, each element of the tensor is a parameter."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes as stored, scales included."""
@@ -70,14 +70,14 @@ class TensorInfo:
 
     @property
     def parameters(self) -> int:
-        """How many parameters the tensor represents; 0 for a buffer or if the number is unknown."""
+        """The number of parameters that the tensor represents. It is 0 for a buffer, and if the number is unknown."""
         if self.kind != "parameter" or self.logical_numel == "unknown":
             return 0
         return self.numel if self.logical_numel is None else self.logical_numel
 
     @property
     def counted(self) -> bool:
-        """Whether this tensor's bytes count as stored and planned bytes."""
+        """Whether stored and planned bytes include this tensor's bytes."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
@@ -105,7 +105,7 @@ class Module:
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
-    """Index in `Tree.order` after the last tensor at or below this module."""
+    """Index in `Tree.order` just after the last tensor at or below this module."""
 
     @property
     def label(self) -> str:
@@ -126,7 +126,7 @@ class Totals:
     unknown: int = 0
     """The number of packed weights that represent an unknown number of values."""
     tied: dict[str, int] = field(default_factory=dict)
-    """Bytes per dtype of tied weights that are below the module only as an alias. No other total includes them, so that the totals
+    """Bytes per dtype of tied weights of which only an alias is below the module. No other total includes them, so that the totals
     of a module's children add up to the module's total.
     """
 
@@ -143,7 +143,7 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """Pairs of a dtype and its share of the bytes (0 to 1), largest first. If a module has only tied weights, their dtypes."""
+        """(dtype, share of the bytes from 0 to 1), largest share first. For a module with only tied weights, their dtypes."""
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]
@@ -286,13 +286,13 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in order. Tied weights with only an alias below the module are last."""
+        """Yield every distinct tensor at or below a module, in order. Tied weights with only an alias below it come last."""
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)
 
     def tied_into(self, module: str) -> list[TensorInfo]:
-        """Return the tied weights that have an alias below a module, but their canonical name elsewhere."""
+        """Return the tied weights of which an alias, but not the canonical name, is below a module."""
         inside = f"{module}." if module else ""
         return [
             tensor

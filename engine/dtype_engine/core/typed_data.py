@@ -53,14 +53,14 @@ def as_plain(data: object) -> Any:
 
 
 def path_of(kind: type, value: object) -> Path:
-    """Convert a string to a Path; msgspec calls it as `dec_hook`. Raises ValueError for any other class or value."""
+    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError if `kind` is not Path or `value` is not a string."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)
 
 
 def _path_text(value: object) -> str:
-    """Convert a Path to a string. msgspec calls it as `enc_hook` and requires NotImplementedError for any other type."""
+    """Convert a Path to a string. msgspec calls it as `enc_hook`, and requires NotImplementedError for any other value."""
     if not isinstance(value, Path):
         raise NotImplementedError
     return str(value.expanduser().absolute())

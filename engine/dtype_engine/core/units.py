@@ -24,7 +24,7 @@ def human_count(count: float) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share from 0 to 1 as a whole number of percent. Only exactly 0 is shown as `0`, and only exactly 1 as `100`."""
+    """Return a share from 0 to 1 as a whole number of percent. Only exactly 0 becomes `0`, and only exactly 1 becomes `100`."""
     if 0 < share < 0.01:
         return "<1"
     if 0.99 < share < 1:
@@ -60,7 +60,7 @@ def time_left(seconds: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Return a ratio in decibels, such as `46.50 dB`. Infinity is `exact`; None, NaN and minus infinity are described in words."""
+    """Return a ratio in decibels, such as `46.50 dB`. Infinity becomes `exact`; None, NaN and minus infinity become words, too."""
     if value is None:
         return "not comparable"
     if math.isnan(value):

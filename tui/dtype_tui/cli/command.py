@@ -41,15 +41,15 @@ class _Opening:
 
     title: str
     reference: str | None
-    """MODEL as on the command line. --resume finds the session by this text."""
+    """MODEL as typed on the command line. --resume finds the session by this text."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
     """Creates the engine that opens the model. The argument is the function that the engine calls with each event."""
     path: Path | None = None
-    """The model's files, if they are on this machine."""
+    """The path of the model's files, or None if they are not on this machine."""
     tree: Tree | None = None
     """The module tree from the headers that have been read, or None if it can't be built from headers."""
     partial: bool = False
-    """Whether `tree` covers only some of the headers."""
+    """Whether `tree` covers only some of the checkpoint's headers."""
     is_kept: bool = True
     """Whether the session is saved."""
     is_demo: bool = False
@@ -192,7 +192,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let this machine's engine open the model, because it imports the architecture, which decides what the rules match.
+    """Let this machine's engine open the model. Only the engine imports the architecture, which decides what the rules match.
 
     Raises UserError if a rule matches nothing.
     """
@@ -245,7 +245,7 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """Let the user choose a model if the command line names none. Returns the demo without asking if there is no other model.
+    """Return the model that the user chooses from a list, for a command line that names none, or the demo if it is the only choice.
 
     Returns None if the user leaves without choosing. Exits if the picker fails; the picker has then reported the error.
     """
@@ -298,10 +298,10 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Return click's parameter name of each option, by the option's name on the command line, without the dashes."""
+    """Map each option's name on the command line, without dashes, to click's name of the option's parameter."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 
 def click_options() -> dict[str, click.Option]:
-    """Return the options by their names on the command line, without the dashes."""
+    """Map each option's name on the command line, without dashes, to the option."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

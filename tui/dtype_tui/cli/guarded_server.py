@@ -23,7 +23,7 @@ class GuardedServer(Server):
     A person who controls the app has the user's rights. A listening port is open to the other users of this machine, and to any web
     page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
     (DNS rebinding). So every request must carry the token, must be addressed to a host name that only this server can have, and
-    must not come from another page. All other requests get status 403.
+    must not come from another page. The server answers all other requests with status 403.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
@@ -44,7 +44,7 @@ class GuardedServer(Server):
         return outer
 
     async def on_startup(self, app: web.Application) -> None:
-        """Print nothing, unlike textual-serve, because the caller of this class prints the address."""
+        """Print nothing. textual-serve would print the address, but the caller of this class does that."""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -65,7 +65,7 @@ class GuardedServer(Server):
         return response
 
     def _is_meant(self, host: str) -> bool:
-        """Return whether a request's Host is a name or address of this server that an attacker can't have pointed at it.
+        """Return whether a request's Host header names this server, by a name or address that an attacker can't redirect to it.
 
         Any port is accepted, because a tunnel may use another port at its far end.
         """
@@ -85,7 +85,7 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the page. Its URLs use the host of the request, since a tunnel's far end has its own host name and port."""
+        """Return the page. Its URLs use the host in the request, since the far end of a tunnel has another host name and port."""
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),

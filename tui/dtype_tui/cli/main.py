@@ -1,4 +1,4 @@
-"""The `dtype-tui` program: runs the app's command, with default options from the configuration file, or `serve`."""
+"""The `dtype-tui` program: runs either the app's command, with default options from the configuration file, or `serve`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_tui.config.config import config_path
 
 
 def configured_defaults() -> dict[str, Any]:
-    """Return default values of options from the configuration file, in the form that click expects.
+    """Return the options' default values from the configuration file, in the form that click expects.
 
     Raises UserError if an option can't have the configured value.
     """

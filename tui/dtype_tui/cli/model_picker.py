@@ -1,4 +1,4 @@
-"""The screen that offers models if the command line names none: local, cached by Hugging Face, recently opened, and the demo."""
+"""The screen that opens if the command line names no model. It offers local, cached and recently opened models, and the demo."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Offer:
     """A model that the user can choose."""
 
     model: str
-    """The model's name, as MODEL on the command line."""
+    """The text that names this model on the command line as MODEL."""
     origin: str
     """A few words that say where the model comes from."""
     nbytes: int | None = None
     modified: float | None = None
-    """When the model was last written or opened, in seconds since 1970."""
+    """The time at which the model was last written or opened, in seconds since 1970."""
 
 
 DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """An app in which the user chooses a model or types its name. `run` returns this name, or None if the user leaves."""
+    """An app in which the user chooses a model or types its name. `run` returns the name, or None if the user leaves."""
 
     TITLE = "dtype-tui"
     CSS = """
@@ -61,7 +61,7 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """check: raises UserError if the named model can't be found."""
+        """check: called with the chosen or typed name. Raises UserError if there is no such model."""
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check

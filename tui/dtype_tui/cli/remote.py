@@ -1,4 +1,4 @@
-"""Starts an engine on another machine through the system's ssh for `ssh://HOST/PATH`, or anywhere with a command of the user."""
+"""Starts an engine on another machine: through the system's ssh for `ssh://HOST/PATH`, or by a command that the user supplies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ADDRESS = re.compile(
 )
 _FAR_COMMAND = f"dtype-engine stdio --compressed --linger 10m --session {SESSION}"
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
-"""ssh options that detect a dead connection within a minute. The system alone would give up only after hours."""
+"""ssh options that detect a dead connection within a minute. Without them, ssh would give up only after hours."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
 """ssh options for reconnecting while the screen is open, when ssh can't ask for a password."""
 _NOT_FOUND = 127
@@ -39,12 +39,12 @@ class Address:
     """[USER@]HOST, as ssh expects it."""
     port: str | None
     model: str | None
-    """The model's path on that host, or None for the demo."""
+    """The model's path on the other machine, or None for the demo."""
 
 
 @dataclass(frozen=True)
 class FarEngine:
-    """A connected engine, usually on another machine, that has found the model."""
+    """A connection to an engine, usually on another machine, that has found the model."""
 
     command: EngineCommand
     model: str | None
@@ -55,7 +55,7 @@ class FarEngine:
 
 
 def address_of(model: str) -> Address:
-    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST`, which is the demo on that host.
+    """Parse `ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST`, which means the demo on HOST.
 
     Raises UserError for any other text.
     """
@@ -127,7 +127,7 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """Return a sentence for the user that says why dtype-engine gave no answer, and what may help."""
+    """Return a sentence for the user: why dtype-engine did not answer, and what may help."""
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

@@ -1,4 +1,4 @@
-"""`--resume`: chooses the saved session, and combines its options with those of the command line."""
+"""Implements `--resume`: chooses the saved session, and combines its options with those of the command line."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from dtype_tui.state.session_store import SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
-    """Return a saved session's options, overridden by the options that the command line gives.
+    """Return a saved session's options, except where the command line sets an option: its value then comes from the command line.
 
-    explicit: the fields of Options and RunSettings that the command line gives. Permissions to run or download code are never
-    saved, so they always come from the command line.
+    explicit: the fields of Options and RunSettings that the command line sets. Permissions to run or download code are never saved,
+    so they always come from the command line.
     """
     settings = dataclasses.replace(
         saved.settings,
@@ -33,12 +33,12 @@ def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> 
 
 
 def saved_session(model: str | None) -> SavedSession:
-    """Return the session that `--resume` resumes: the newest one, or the newest of `model`.
+    """Return the session that `--resume` resumes: the newest session of `model`, or the newest of all if `model` is None.
 
     If the model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python finds it.
 
-    Raises UserError if there is no such session, or if it names Python code and another user could have written the session file.
-    In the second case, the user has to name the code on the command line.
+    Raises UserError if there is no such session. Also raises UserError if the session names Python code and its file could have
+    been written by another user: the user then has to name the code on the command line.
     """
     saved = newest_session(model)
     if not is_python(saved.model):

@@ -1,7 +1,7 @@
-"""Redraws every line in ASCII, at the same width, for terminals and fonts without Unicode.
+"""Redraws every line in ASCII, with the same width, for terminals and fonts that lack Unicode characters.
 
-The filter runs after all drawing, so no widget needs to know about it. If a single ASCII character would be misleading (`a > b` for
-`a → b`), the filter writes two characters and removes a blank from the line. A character without a replacement becomes `?`.
+The filter runs after all drawing, so no widget needs to know about it. Some characters become two, because one would be misleading
+(`a → b` would become `a > b`); the filter then removes a blank from the line. A character without a replacement becomes `?`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BRAILLE_FROM, _BRAILLE_TO = 0x2800, 0x28FF
 
 
 def wants_ascii(setting: str) -> bool:
-    """Return whether to draw in ASCII. setting: `always`, `never`, or `auto` (unless the locale's encoding is UTF-8)."""
+    """Return whether to draw in ASCII. setting: `always`, `never`, or `auto`: only if the locale's encoding is not UTF-8."""
     if setting != "auto":
         return setting == "always"
     locale_name = next((os.environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "")
@@ -66,7 +66,7 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """Return the ASCII text for each character of a line. The line keeps its width: a two-character replacement removes a blank."""
+    """Return the ASCII text for each character of a line. To keep the line's width, a two-character replacement removes a blank."""
     drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
         wider = _WIDER.get(character)
@@ -82,7 +82,8 @@ def line_in_ascii(line: str) -> list[str]:
 def _spare_blank(drawn: list[str], index: int) -> int | None:
     """Return the index of the blank to remove for a longer replacement at `index`, or None if no blank can be removed.
 
-    Blanks in gaps of two or more come first, the nearest on the right before the nearest on the left; then a blank next to `index`.
+    The first choice is a blank in a gap of two or more: the nearest to the right or, if there is none, the nearest to the left. The
+    second choice is a single blank next to `index`.
     """
     after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
     gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]

@@ -1,4 +1,4 @@
-"""The key bindings of the main screen, which apply wherever its cursor is, and those of the optimise screen."""
+"""The key bindings of the main screen, which apply everywhere on it, and the key bindings of the optimise screen."""
 
 from __future__ import annotations
 

@@ -26,16 +26,16 @@ ASCII_CHOICES = ("auto", "always", "never")
 
 @dataclass(frozen=True)
 class Config:
-    """The settings of the configuration file, each with the default for a file that lacks it."""
+    """The settings in the configuration file. A setting that the file lacks has its default value."""
 
     theme: str | None = None
     """The theme's name. If None, Textual's default theme is used."""
     ascii: str = "auto"
     """Whether to draw in ASCII: one of ASCII_CHOICES."""
     keys: Mapping[str, str] = field(default_factory=dict)
-    """Keys by binding id, such as {"measure": "f5"}."""
+    """The user's keys by binding id, such as {"measure": "f5"}."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Values of command-line options by the option's name without dashes, not yet converted by click."""
+    """Values of command-line options, not yet converted by click. Each key is an option's name without dashes."""
 
 
 def config_path() -> Path:
@@ -65,7 +65,7 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
 
 
 def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
-    """Convert the parsed YAML to a Config. Raises UserError, which names the invalid entry."""
+    """Convert the parsed YAML to a Config. Raises UserError for an invalid entry, and names the entry."""
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)

@@ -1,9 +1,9 @@
-"""The main screen's keys for the help, grouped by task. Each description is short enough for a column."""
+"""Groups the main screen's keys by task, for the help. Each description is short enough for one of the help's columns."""
 
 from __future__ import annotations
 
 Entry = tuple[str, tuple[str, ...]]
-"""(description, ids of the bindings that it describes)."""
+"""A line of the help: (description, ids of the key bindings that it describes)."""
 
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (
@@ -81,4 +81,4 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
         ),
     ),
 )
-"""(title, entries) of each group."""
+"""The groups of keys in the help, each as (title, entries)."""

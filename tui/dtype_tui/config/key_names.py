@@ -14,12 +14,12 @@ _KEY_CAPS = {"enter": "Enter", "backspace": "Backspace", "pageup": "PgUp", "page
 
 
 def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
-    """Return the bindings with ids such as `drop-rules` for the action `drop_rules`. The configuration file uses these ids."""
+    """Return the bindings, each with an id made from its action: `drop-rules` for `drop_rules`. The configuration file uses ids."""
     return [dataclasses.replace(binding, id=binding.id or name_of(binding.action)) for binding in bindings]
 
 
 def name_of(action: str) -> str:
-    """Return the id of an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
+    """Return the binding id for an action: `cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
     words = action.removeprefix("app.").removeprefix("screen.").replace("(-1)", "_previous").replace("(1)", "_next")
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from textual.theme import Theme
 
 IN_THE_TERMINALS_COLOURS = ("textual-dark", "ansi-dark", "ansi-light")
-"""Themes in which the tree uses the terminal's own foreground and background: the default theme and the two ANSI themes."""
+"""Themes in which the tree uses the terminal's own foreground and background colours: the default theme and the two ANSI themes."""
 
 HIGH_CONTRAST = Theme(
     name="high-contrast",

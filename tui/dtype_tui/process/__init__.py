@@ -1,1 +1,1 @@
-"""The app's process: the engine's early start, garbage collection, key parsing, loss of the terminal, crash logs, exit."""
+"""Handles the app's process: early start of the engine, garbage collection, key parsing, lost terminals, crash logs, and exit."""

@@ -7,14 +7,14 @@ import subprocess
 from collections.abc import Sequence
 
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
-"""Options with which the program needs no engine process on this machine."""
+"""Command-line options that make an engine process on this machine unnecessary."""
 _COMPLETION = "_DTYPE_TUI_COMPLETE"
 """Environment variable that the shell sets when it asks for completions of the command line."""
 _process: subprocess.Popen[bytes] | None = None
 
 
 def start_early(arguments: Sequence[str]) -> None:
-    """Start the engine if the command line probably opens a model on this machine. arguments: without the program's name.
+    """Start the engine if the command line probably opens a model on this machine. arguments: those after the program's name.
 
     An unused engine exits together with this process, because its standard input is then closed.
     """
@@ -29,7 +29,7 @@ def start_early(arguments: Sequence[str]) -> None:
 
 
 def take() -> subprocess.Popen[bytes] | None:
-    """Return the engine process that `start_early` started. Returns None if it started none, and to all callers but the first."""
+    """Return the engine process that `start_early` started, but only to the first caller. Otherwise, return None."""
     global _process
     process, _process = _process, None
     return process

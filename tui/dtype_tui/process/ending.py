@@ -9,8 +9,8 @@ import sys
 def exit_at_once(status: str | int | None) -> None:
     """Exit. If torch was imported, skip the interpreter's shutdown.
 
-    Interpreter shutdown aborts while a torch thread, or a thread that held tensors, is still ending, even after its last line of
-    Python has run. The terminal has been restored and the session saved before this is called.
+    The interpreter's shutdown aborts the process while a thread that used torch is still ending, even after the thread's last line
+    of Python has run. The terminal has been restored and the session saved before this is called.
 
     status: an exit status or an error message to print, as for `sys.exit`.
     """

@@ -1,7 +1,7 @@
 """Decides when Python's cyclic garbage collector runs.
 
-The collector is off during imports and model loading. Objects allocated at these times live long, and a collection would take a
-fifth of the time to the first paint, or delay the response to a key by 250 ms.
+The collector is off during imports and model loading, which allocate long-lived objects. A collection would otherwise take a fifth
+of the time to the first paint, or delay the response to a key by 250 ms.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def pause_gc() -> None:
 
 
 def resume_gc(late: bool = False) -> None:
-    """Turn the collector on again, and exempt all existing objects from it. late: collect first, since garbage has accumulated."""
+    """Turn the collector on again, and exempt all existing objects from it. late: first collect the accumulated garbage."""
     if not gc.isenabled():
         if late:
             gc.collect()

@@ -15,10 +15,11 @@ _WORD_KEYS = ("\x1bb", "\x1bf")
 
 
 class KeyParser(XTermParser):
-    """Parses Escape and a character that arrive together as two keys, or as Alt with that letter.
+    """Parses Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
 
-    Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives within that time, the parser
-    turns Escape and the character into text (`^q`). It turns Escape and a digit into a character of another keyboard, such as `¡`.
+    If Escape and a character arrive together, Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the
+    terminal arrives within that time, Textual's parser turns Escape and the character into text (`^q`). It turns Escape and a digit
+    into a character of another keyboard, such as `¡`.
     """
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
@@ -34,5 +35,5 @@ class KeyParser(XTermParser):
 
 
 def install_key_parser() -> None:
-    """Make Textual's terminal driver use this parser. The driver looks the class up by name when its reader thread starts."""
+    """Make Textual's terminal driver use `KeyParser`. The driver looks its parser up by name when its reader thread starts."""
     linux_driver.XTermParser = KeyParser  # type: ignore[attr-defined]

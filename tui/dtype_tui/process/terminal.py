@@ -13,8 +13,8 @@ from collections.abc import Callable
 def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
     """Call `on_exit` and then `os._exit` when the terminal is gone.
 
-    Textual's writer thread then fails with an OSError, its queue fills up, and the program would wait forever: the hang-up signal
-    alone does not end it.
+    Without this, the program would wait forever: the hang-up signal does not end it, Textual's writer thread fails with an OSError,
+    and the queue of this thread fills up.
     """
     before = threading.excepthook
 
@@ -34,7 +34,7 @@ def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
 
 
 def server_disconnected() -> bool:
-    """Return whether the web server, if the app runs in a browser, has closed its end of this process's standard input.
+    """Return whether the app runs in a browser and the web server has closed its end of this process's standard input.
 
     Textual does not check this, and an unreachable app would keep its model in memory forever.
     """

@@ -1,4 +1,4 @@
-"""Plots points in terminal cells, with eight braille dots per cell. Labels of the axes never touch.
+"""Plots points in terminal cells, with eight braille dots per cell. The labels on an axis never touch each other.
 
 The vertical axis is linear, or logarithmic with a separate line for zero.
 """
@@ -52,7 +52,7 @@ class Axes:
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return logarithmic axes that contain every point. A y below a millionth of the largest counts as zero."""
+    """Return logarithmic axes that contain every point. A y that is less than a millionth of the largest y counts as zero."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -91,7 +91,8 @@ def plot(
 ) -> Text:
     """Return the plot as `height` lines of `width` cells.
 
-    vertical: x of a vertical line. names: (x, name), in order, to write below the horizontal axis instead of numbers.
+    vertical: the x at which to draw a vertical line. names: (x, name) pairs in order of x, to write below the horizontal axis
+    instead of numbers.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     margin = max(len(label) for label in (*labels.values(), "0")) + 1
@@ -127,7 +128,7 @@ class _Grid:
         return min(self._columns - 1, self._across(x) // 2)
 
     def _across(self, x: float) -> int:
-        """Return the column of dots for an x, with two dots per cell."""
+        """Return the column of dots for an x, counted from the left with two dots per cell."""
         axes = self._axes
         return round((x - axes.left) / (axes.right - axes.left) * (2 * self._columns - 1))
 
@@ -186,9 +187,9 @@ class _Grid:
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """Return labels of the vertical axis, by row: round numbers on a linear axis.
+    """Return the labels of the vertical axis by row. On a linear axis, they are round numbers.
 
-    On a logarithmic axis, these are powers of ten in at most every other row, or the two ends if it has fewer than two such powers.
+    On a logarithmic axis, they are powers of ten in at most every other row or, if fewer than two fit, the two ends of the axis.
     """
     if axes.linear:
         return _round_figures(axes, rows)
@@ -204,7 +205,7 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
 def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
     """Return labels of a linear axis, by row: multiples of 1, 2 or 5 times a power of ten, in at most every third row.
 
-    If fewer than two such multiples are in range, the labels are the axis's two ends.
+    If fewer than two such multiples are in range, the labels are the two ends of the axis.
     """
     span = axes.high - axes.low
     least = span / max(1, rows // 3)
@@ -219,7 +220,7 @@ def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
-    """Return the line of names below the axis. Each name starts at its x. A name that would touch the previous one is left out."""
+    """Return the line of names below the axis. Each name starts at its x. A name that would touch the previous name is omitted."""
     line = ""
     for x, name in names:
         start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))

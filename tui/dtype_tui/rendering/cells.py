@@ -1,4 +1,4 @@
-"""Short texts for the screen: dtypes, bars, units. Colour never carries information that the text does not."""
+"""Short texts for the screen: dtypes, bars, units. The text alone carries all information, so colours can be ignored."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _OF_BLOCKS = {
 """Colours of block formats, by the kind and bits of their elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
-"""The SQNR in dB from which on the bar of a drift is empty."""
+"""The SQNR in dB at and above which a drift's bar is empty."""
 
 
 def colour(dtype: str) -> str:
-    """Return the colour of a dtype, from the terminal's palette."""
+    """Return the colour, from the terminal's palette, in which a dtype is drawn."""
     row = dtypes.BY_NAME.get(dtype)
     if row is not None and row.blocks is not None:
         return _OF_BLOCKS[row.kind, row.bits]
@@ -57,7 +57,7 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """Return (text, dtype) pieces for a node's mix of dtypes: `bf16 83 % · f32 17 %`. If not all fit, `+1` counts the rest."""
+    """Return (text, dtype) pieces with a node's dtypes and their shares: `bf16 83 % · f32 17 %`. `+1` counts omitted dtypes."""
     shares = totals.mix()
     if not shares:
         return []

@@ -1,4 +1,4 @@
-"""Fills the placeholders for hints in the engine's sentences with keys of the app. The command line fills them with options."""
+"""Replaces the engine's placeholders for hints with the app's keys. The command line replaces them with its options."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ IN_THE_APP: Mapping[HintName, str] = {
 
 
 def with_keys(sentence: str) -> str:
-    """Return a sentence of the engine with the app's keys in its hints."""
+    """Return a sentence of the engine with its placeholders for hints replaced by the app's keys."""
     return fill_hints(sentence, IN_THE_APP)

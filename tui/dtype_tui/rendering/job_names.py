@@ -21,11 +21,11 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "losses": ("looking for values that are lost", "lost values", "m looks again"),
     "floor": ("the reference against itself", "floor", "the drift stays valid"),
 }
-"""By job: the words for it while it runs, the words while it waits, and what the user should know after stopping it."""
+"""Maps each job to three texts: its name while it runs, its name while it waits, and what to tell the user after it was stopped."""
 
 
 def queue_words(running: str, waiting: Iterable[str]) -> str:
-    """Return the waiting jobs, in order: `scan, writing`. A measurement that is running and will run again is not listed."""
+    """Return the waiting jobs in order: `scan, writing`. Omits a waiting measurement while another measurement is running."""
     return ", ".join(WORDS[name][1] for name in waiting if not (name == running == "measure"))
 
 

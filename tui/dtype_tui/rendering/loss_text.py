@@ -1,4 +1,4 @@
-"""Texts about weight values that casts lose, for the Drift pane, the tree and the status line."""
+"""Texts about the weight values that casts make infinite, clip or make zero: for the Drift pane, the tree and the status line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """Return marks such as `⚠ 64 inf 12 zero` for the tensors that lose values and for all modules above them, by name."""
+    """Map the name of each tensor that loses values, and of each module above it, to a mark such as `⚠ 64 inf 12 zero`."""
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
         for name in (loss.tensor, *ancestors(loss.tensor)):
@@ -39,7 +39,8 @@ def loss_rows(
 ) -> list[tuple[str, str]]:
     """Return rows (label, words) of the Drift pane: the tensors that lose values, and the rules that keep these values.
 
-    lost: None while unknown, because of `reason`. remedy_next: whether the key for remedies applies `remedy` next.
+    lost: the lost values, or None if they are unknown because of `reason`. remedy_next: whether the key for remedies applies
+    `remedy` next.
     """
     if lost is None:
         return [("values", reason)] if reason else []

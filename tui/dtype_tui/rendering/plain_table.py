@@ -9,11 +9,11 @@ from rich.text import Text
 
 
 class PlainTable(Table):
-    """A table whose strings are not markup, since names of modules, classes and files may contain brackets."""
+    """A table that shows its strings literally, not as markup, since names of modules, classes and files may contain brackets."""
 
     @classmethod
     def labelled(cls, gap: int = 2, columns: int = 1) -> Table:
-        """Return a grid with a column of dim labels and `columns` more columns, `gap` cells apart. Long text is folded."""
+        """Return a grid that has a column of dim labels and then `columns` columns, `gap` cells apart. Long text is wrapped."""
         grid = cls.grid(padding=(0, gap))
         grid.add_column(style="dim", no_wrap=True)
         for _ in range(columns):

@@ -1,4 +1,4 @@
-"""Lines for the modules that drift most. A module takes one line if its shortened name is unique, or else several."""
+"""Lines for the modules that drift most. A module takes one line if its shortened name is unique; otherwise it may take several."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER_WIDTH = 10
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
     """Shorten a module's name to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
 
-    Returns None if the shortened name would also be the end of another name in `others`.
+    Returns None if another name in `others` also ends like the shortened name.
     """
     if len(name) <= width:
         return name
@@ -35,9 +35,9 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
 def worst_lines(
     worst: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
 ) -> list[Text] | None:
-    """Return a line per module with its SQNR and shortened name, or None if a shortened name could be one of `others`.
+    """Return one line per module with its SQNR and shortened name, or None if a shortened name also fits another module.
 
-    unit: whether to write the unit of the SQNR.
+    others: the names of all modules. unit: whether to write the unit of the SQNR.
     """
     numbers = _numbers(worst, unit)
     widest = _NUMBER_WIDTH if unit else max(map(len, numbers), default=0)
@@ -52,7 +52,7 @@ def worst_lines(
 
 
 def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
-    """Return the SQNR without unit and the shortened name of each module, or the full name below if the short one is not unique."""
+    """Return the lines of each module: its SQNR without unit and its shortened name or, if that is not unique, its full name."""
     numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)
     lines = []

@@ -1,4 +1,4 @@
-"""The window with drift over depth and the modules that cause it."""
+"""The window that plots drift over the model's depth and lists the modules that cause the drift."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots every module's SQNR in the order of the pass, as measured and due to its own error alone, above a table of causes.
+    """Plots the SQNR of every module in the order of the pass: as measured, and due to the module's own error alone. A table below
+    lists the causes of the drift.
 
-    stop: stops the measurement of causes, but no other job.
+    stop: called to stop the measurement of causes, but no other job.
     """
 
     DEFAULT_CSS = """
@@ -79,7 +80,7 @@ class CausesScreen(ModalScreen[None]):
         self.call_after_refresh(self._plot)
 
     def show_figures(self) -> None:
-        """Show the causes once they are measured, and until then the progress."""
+        """Show the causes once they are measured. Until then, show the progress of the measurement."""
         report = self._experiment.results.causes
         if report is None:
             what, share = self._activity.now()
@@ -125,7 +126,7 @@ class CausesScreen(ModalScreen[None]):
         widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
 
     def _modules_with_weights(self) -> list[str]:
-        """Return names of the measured modules that hold tensors directly, in the order of the pass."""
+        """Return the names of the measured modules that themselves hold tensors, in the order of the forward pass."""
         modules = self._experiment.tree.modules
         return [name for name in self._experiment.results.modules if name in modules and modules[name].tensors]
 
@@ -142,12 +143,12 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """Convert an SQNR for the plot: None to NaN, which is not drawn. An exact module's infinite SQNR is not drawn either."""
+    """Convert an SQNR for the plot: None becomes NaN, which is not drawn. An exact module's infinite SQNR is not drawn either."""
     return math.nan if sqnr_db is None else sqnr_db
 
 
 def _short(name: str) -> str:
-    """Return a short label of a module: the numbered part of its name, such as `layers.3`, or else the last part."""
+    """Return a short label of a module: the numbered part of its name, such as `layers.3`, or its last part if none is numbered."""
     shown = printable(name, 200)
     parts = shown.split(".")
     counted = next((index for index in numbered_parts(shown) if index), None)

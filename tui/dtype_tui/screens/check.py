@@ -1,4 +1,4 @@
-"""The window with the findings of the check of the model's files, grouped by kind."""
+"""The window that shows the problems found by checking the model's files, grouped by kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 50
 
 
 def check_screen(report: CheckReport, width: int) -> Overlay:
-    """Return a window with the findings of each kind, and why they matter. width: of the screen, in cells."""
+    """Return a window that shows the findings of each kind and why they matter. width: the screen's width in cells."""
     read = f"{plural(report.tensors, 'header')} and {plural(report.scales, 'tensor')} of scales were read"
     words = Text(
         "No problems were found.\n" if not report.findings else f"{plural(len(report.findings), 'finding')}.\n",

@@ -13,12 +13,12 @@ from dtype_tui.screens.modal import ModalScreen, Result
 
 
 class ChoiceScreen(ModalScreen[Result]):
-    """A box of lines, one of which is chosen. A subclass draws the lines in `draw`, and binds keys to `action_move`."""
+    """A window of lines, one of which the user chooses. A subclass draws the lines in `draw` and binds keys to `action_move`."""
 
     HEADING: ClassVar[str]
     """The title in the upper border of the box."""
     KEYS: ClassVar[str]
-    """The keys of the window, in the lower border."""
+    """The window's keys, shown in the lower border."""
 
     DEFAULT_CSS = """
     ChoiceScreen { align: center middle; }

@@ -1,4 +1,4 @@
-"""The window that compares two recipes: figures, rules, tensors, modules."""
+"""The window that compares two recipes: their metrics, rules, tensors and modules."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Side:
     entry: MeasuredRecipe | None
     """The measurement, or None if the recipe was not measured."""
     modules: Mapping[str, ModuleDrift] | None
-    """The drift of the modules by name, or None if this drift is no longer stored."""
+    """The drift of the modules by name, or None if it is not stored any more."""
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """Return the side of the comparison for a measured recipe."""
+    """Return the side of the comparison that shows a measured recipe."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return the side of the comparison for a recipe, with its measurement on the current inputs and settings, if there is one."""
+    """Return the side of the comparison that shows a recipe, with its measurement on the current inputs and settings, if any."""
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
         if entry.recipe == recipe and (entry.settings, entry.inputs) == now:
@@ -52,7 +52,7 @@ def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
 
 
 def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
-    """Return a window that compares two recipes by their figures, rules, tensors and modules. Differences are bold."""
+    """Return a window that compares the metrics, rules, tensors and modules of two recipes. Differences are bold."""
     plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
     page = PlainTable.grid()
     page.add_row(_figures(one, other, plans))
@@ -142,7 +142,7 @@ def _rules(one: Side, other: Side) -> Table:
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
-    """Return a table of the tensors whose dtypes differ."""
+    """Return a table of the tensors that have different dtypes under the two recipes."""
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     if not differ:
@@ -161,7 +161,7 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
 
 
 def _modules(one: Side, other: Side) -> Table | Text:
-    """Return a table of the modules whose drift differs, with the largest differences first."""
+    """Return a table of the modules that have different drift under the two recipes, largest difference first."""
     if one.modules is None or other.modules is None:
         return _heading("modules: not kept for both; going back to a recipe measures it again")
     rows = []

@@ -93,7 +93,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _output_words(experiment: Experiment) -> str:
-    """Return the drift of the model's output in words, with the part of the inputs that it covers if not all, or "" if unknown."""
+    """Return the drift of the model's output in words, with the part of the inputs that was run if not all, or "" if unknown."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         output, extent = report.output, report.sequences
@@ -106,7 +106,7 @@ def _output_words(experiment: Experiment) -> str:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Return the number of sequences that the modules' figures cover, as the end of a sentence, or "" if all or unknown."""
+    """Return how many sequences the modules' drift was measured on, as the end of a sentence, or "" if on all or if unknown."""
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""
 

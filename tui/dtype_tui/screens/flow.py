@@ -15,11 +15,11 @@ from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 _NAME_WIDTH = 26
-"""The width in cells that the module's name should have. Long names of operations are truncated to make room for it."""
+"""The width in cells that should remain for the module's name. Long names of operations are truncated to reach it."""
 
 
 def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
-    """Return a window with the implicit casts of one forward pass, in the given order. width: of the screen, in cells."""
+    """Return a window that lists the implicit casts of a forward pass, in the given order. width: the screen's width in cells."""
     if not casts:
         return Overlay("Dtype flow", Text("No implicit casts: the inputs of every operation had the same dtype."))
     repeated = any(cast.count > 1 for cast in casts)

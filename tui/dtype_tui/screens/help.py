@@ -1,4 +1,4 @@
-"""The help: a page with the main screen's keys by task. Below are the keys of every window and explanations of terms."""
+"""The help: first a page of the main screen's keys by task, then the keys of every window, then explanations of terms."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from dtype_tui.widgets.tree_rows import Row
 Section = tuple[str, list[tuple[str, str]]]
 _NARROWEST = 35
 _KEYS_WIDTH = 8
-"""Cells for the keys in a column of the main screen's keys. Longer keys push their description to the right."""
+"""Width in cells for the keys in each column of the main screen's keys. Longer keys shift their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""Cells for the keys of windows. Lines of these keys have the full width of the page."""
+"""Width in cells reserved for the keys of windows, whose lines are as wide as the page."""
 
 
 class HelpScreen(ModalScreen[None]):
@@ -124,7 +124,7 @@ class HelpScreen(ModalScreen[None]):
         self.set_focus(field)
 
     def _close_search(self) -> None:
-        """Hide the search line. The results stay on the page."""
+        """Hide the search line. The search results stay on the page."""
         self.query_one(LineInput).remove_class("open")
         self.query_one(VerticalScroll).focus()
 
@@ -140,7 +140,7 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Return the sections of keys, and (title, text) of the explanations. chosen: the user's own keys, by binding id.
+    """Return the sections of keys and the explanations of terms, each as (title, text). chosen: the user's own keys, by binding id.
 
     A section is (title, keys and their descriptions) of a screen or prompt. The main screen is first, the tree second. Descriptions
     begin with a lower-case letter here, unlike in the command palette.
@@ -172,7 +172,7 @@ def sections(
 
 
 def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
-    """Return (binding id, description) of the keys that apply to a row's node."""
+    """Return (binding id, description) of each key that applies to the node of a row."""
     found = [("details", "details"), ("cast", "cast by a pattern"), ("copy-name", "copy its name")]
     if row.tensor is not None:
         found.append(("values", "its values"))
@@ -208,7 +208,7 @@ def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return a heading and its rows. width: of the page in cells, to wrap descriptions; if None, they are not wrapped."""
+    """Return a heading and the rows below it. width: the page's width in cells; if None, descriptions are not wrapped."""
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]
@@ -230,7 +230,7 @@ def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """Return the keys of several bindings: the first key of each, then the second key of each. Ctrl+r is written `^r`."""
+    """Return the keys of several bindings: first the first key of each binding, then the second keys. Ctrl+r is written `^r`."""
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]

@@ -29,16 +29,16 @@ _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
 _RULES = "rules"
 _RULES_WIDTH = 22
-"""Minimum number of cells for the rules. Other columns are left out to reach it."""
+"""Minimum width in cells of the column of rules. Other columns are left out if it would be narrower."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
-"""The columns that may be left out, in the order in which they are left out."""
+"""Columns to leave out if the window is narrow, beginning with the first."""
 _PADDING = 2
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
-    """Lists the measured recipes. The result is the recipe to go back to, or None.
+    """Lists the measured recipes. The window's result is the recipe to go back to, or None if the user chose none.
 
-    Keys pin a recipe, compare two, or make one the baseline for the tree and the panes.
+    Keys pin a recipe, compare two recipes, or make one the baseline for the tree and the panes.
     """
 
     DEFAULT_CSS = """
@@ -62,7 +62,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     ]
 
     def __init__(self, experiment: Experiment, measure: Callable[[Sequence[Recipe]], None]) -> None:
-        """measure: measures recipes without making them current."""
+        """measure: called to measure recipes without making them current."""
         super().__init__()
         self._experiment = experiment
         self._measure = measure
@@ -115,7 +115,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _width(self) -> int:
-        """Cells for the columns. Before the layout this is an estimate, so that keys pressed right after H find rows to act on."""
+        """The total width in cells of the columns: before the layout an estimate, so that keys pressed right after H find rows."""
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -140,7 +140,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Say what a measurement means for the model. The noise floor is known only for the current inputs."""
+        """Return what a measurement means for the model, in words. The noise floor is known only for the current inputs."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -225,9 +225,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """Return the columns that fit into `width` cells, with their widths. The rules come last and get the remaining cells.
+    """Return the columns that fit into `width` cells, with their widths. The column of rules is last and gets the remaining cells.
 
-    If too little would remain for the rules, other columns are left out: first those without any figure, then those in _LEAVE.
+    If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _LEAVE.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
@@ -239,7 +239,7 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 
 
 def _time_or_extent(entry: MeasuredRecipe) -> str:
-    """Return the candidate's time or, if not all sequences were run, the number of sequences, such as `2 of 6`."""
+    """Return the time of the candidate's passes or, if not all sequences were run, how many were, such as `2 of 6`."""
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)

@@ -1,4 +1,4 @@
-"""The window with the inputs of the model, call by call, and a line in which the user names other inputs."""
+"""The window that shows the model's inputs, call by call, and has a line in which the user names other inputs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """Shows the current inputs. Enter prepares the inputs that the line names; the window stays open and then shows them.
+    """Shows the current inputs. Enter prepares the inputs that the line names. The window stays open, and shows them when they are
+    ready.
 
-    compared: the number of positions that the last measurement compared. ask: called with the line.
+    compared: number of positions that the last measurement compared. ask: called with the text of the line.
     """
 
     HELP = (

@@ -1,7 +1,7 @@
 """The base class of windows over the main screen, which makes sure that a window closes only once.
 
-Textual's own `dismiss` removes the topmost screen, whichever it is. If two keys or clicks that close a window arrive together, the
-second would remove the screen below the window, possibly the last one.
+Textual's own `dismiss` removes the topmost screen, even if it is another one. If two keys or clicks that close a window arrive
+together, the second would remove the screen below the window, possibly the app's last screen.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Return whether an error is a failed query in a window that is closed or not composed yet, or in an app that is ending.
+    """Return whether an error is a failed query in an ending app, or in a window that is closed or not yet composed.
 
-    Keys that open and close a window within one burst cause such errors; the app ignores them.
+    Keys that open and close a window within one burst cause such errors. The app ignores these errors.
     """
     if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -47,7 +47,7 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
     """Return the widgets and windows whose methods are in an error's traceback, the outermost first.
 
-    If the error was raised in a task of the app, the active message pump does not identify the window.
+    They identify the window in which an error was raised. Textual's active message pump does not, if the app runs a task.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]
@@ -86,7 +86,7 @@ class CommandPalette(_CommandPalette):
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Let Enter choose only after the search has finished. Textual would choose from the results for part of the words."""
+        """Let Enter choose only after the search has finished. Textual would choose from the results for a part of the text."""
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:

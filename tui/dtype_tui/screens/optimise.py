@@ -1,4 +1,4 @@
-"""The window with the Pareto front of bytes against predicted drift, next to the drift of measured recipes."""
+"""The window that plots the Pareto front of bytes against predicted drift, and the drift of measured recipes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
-"""Seconds that the cursor must rest on a point before its rules are computed."""
+"""Number of seconds that the cursor must rest on a point before the app computes the point's rules."""
 _MOST_ZOOM = 64
 _AROUND = 2
-"""Number of points on either side that are measured together with a point."""
+"""Number of neighbours on either side of a point that are measured together with the point."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
 class OptimiseScreen(ModalScreen[None]):
-    """Shows the Pareto front. Left and right walk along it; Enter applies the point's recipe, which the engine then measures."""
+    """Shows the Pareto front. Left and right move along it. Enter applies and measures the recipe of the point at the cursor."""
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
@@ -75,12 +75,12 @@ class OptimiseScreen(ModalScreen[None]):
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """The best solution within the budget, if the cursor is on it. It may lie between two points of the front."""
+        """The best plan within the user's budget, if the cursor is on it. It may lie between two points of the front."""
         self._rules: tuple[Solution, Recipe] | None = None
-        """The last solution whose rules were computed, with its recipe."""
+        """The last plan whose rules were computed, with the recipe of these rules."""
         self._timer: Timer | None = None
         self._seen = -1
-        """The version of the scan that is drawn."""
+        """The `ScanState.version` that is drawn."""
         self.zoom = 1
         """The width of the whole front divided by the width of the visible part."""
 
@@ -101,7 +101,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        """Redraw if the scan's estimates have changed or a recipe was measured."""
+        """Redraw if the scan's estimates have changed or another recipe was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
@@ -140,7 +140,7 @@ class OptimiseScreen(ModalScreen[None]):
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the recipe in a thread once the cursor rests, since this takes long for a large model."""
+        """Compute the recipe in a thread once the cursor rests, because this takes long for a large model."""
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -214,12 +214,12 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def _unit(self) -> tuple[int, str]:
-        """(bytes, name) of the unit of the horizontal axis."""
+        """The unit of the horizontal axis: (its number of bytes, its name)."""
         stored = self.experiment.tree.stored_bytes
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Return whether x is in the visible part of the plot, which is centred at the point under the cursor."""
+        """Return whether x is in the visible part of the plot, whose centre is the point under the cursor."""
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom
@@ -308,7 +308,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure this point and its neighbours, one after the other, or in parallel with several workers."""
+        """Measure this point and its neighbours: one after the other or, if there are several workers, in parallel."""
         front, here = self.front, self.solution
         if front is None or here is None:
             return

@@ -1,4 +1,4 @@
-"""A box of text over the main screen."""
+"""A window that shows a text in a box over the main screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtype_tui.screens.modal import ModalScreen
 
 
 class Overlay(ModalScreen[None]):
-    """A box of text over the main screen, which the usual keys scroll."""
+    """A box of text over the main screen. The usual keys scroll the text."""
 
     DEFAULT_CSS = """
     Overlay { align: center middle; }
@@ -37,7 +37,7 @@ class Overlay(ModalScreen[None]):
 
     @staticmethod
     def content_width(width: int) -> int:
-        """Return the number of cells for text in a box on a screen of `width` cells."""
+        """Return how many cells wide a box's text may be on a screen of `width` cells."""
         return min(100, 96 * width // 100) - 5  # less the border, the padding and the scrollbar
 
     def compose(self) -> ComposeResult:

@@ -1,4 +1,4 @@
-"""The window with the presets, and the effect of each on this model."""
+"""The window that lists the presets with the effect of each on this model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         super().__init__(len(PRESETS))
         self._tree = tree
         self.effects: list[PresetEffect] = []
-        """The effects that have been computed, in the order of the presets."""
+        """The effects on the model that have been computed, in the order of the presets."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)

@@ -43,7 +43,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that an engine on another machine writes to that machine. Their paths are paths on that machine."""
+"""The kinds of file that an engine on another machine writes to its own disk. Their paths are paths on that machine."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
@@ -74,8 +74,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         source: Path | None = None,
     ) -> None:
         """rules: number of rules in the recipe. drift: the current measurement. lost: returns the weights whose casts lose values,
-        or None while these are unknown. host, check_path: as in `Engine`. source: the model's path on this
-        machine.
+        or None while they are unknown. host, check_path: the attributes of `Engine` with these names. source: the model's
+        path on this machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
@@ -88,7 +88,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._check_path = check_path
         self._source = source
         self._checking: str | None = None
-        """The path that an engine on another machine is checking, or None if it checks none."""
+        """The path that an engine on another machine is checking, or None if it checks no path."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -120,7 +120,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     @property
     def _is_remote(self) -> bool:
-        """Whether this kind is written on another machine."""
+        """Whether the chosen kind of file is written on another machine."""
         return bool(self._host) and self._kind in WRITTEN_THERE
 
     @property
@@ -230,7 +230,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Close with the request. If the path exists, warn first, and replace it when Enter is pressed again."""
+        """Close the window with the request to write. If the path exists, warn, and replace it only if Enter is pressed again."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()
@@ -239,7 +239,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """Return the request for one of `KINDS`. drift: the current measurement, if there is one."""
+    """Return the request to write a file of one of `KINDS`. drift: the current measurement, if there is one."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

@@ -1,4 +1,4 @@
-"""The window with the results of a scan: a ranking of weights, and a map of layers and kinds of modules."""
+"""The window that shows the results of a scan: a ranking of weights, and a map with a cell for each layer and kind of module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHADES = " ·░▒▓█"
 
 
 class ScanScreen(ModalScreen[str | None]):
-    """Shows the scan's current estimates. The result is the node to go to, `AGAIN` to resume or start a scan, or None."""
+    """Shows the scan's current estimates. The window's result is the node to go to, `AGAIN` to resume or start a scan, or None."""
 
     AGAIN: ClassVar[str] = ":scan"
     HELP = (
@@ -64,7 +64,7 @@ class ScanScreen(ModalScreen[str | None]):
     ]
 
     def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:
-        """pause: pauses or continues the scan."""
+        """pause: called to pause the scan, or to continue a paused scan."""
         super().__init__()
         self._pause = pause
         self.experiment = experiment
@@ -239,7 +239,7 @@ class ScanScreen(ModalScreen[str | None]):
 
 
 def _score(score: WeightScore, wide: bool) -> str:
-    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: with all significant digits, not only two."""
+    """Return a score with its error: `7.4097e-05 ± 2.5e-06`. wide: whether to write all significant digits instead of two."""
     if math.isinf(score.score):
         return "not finite"
     if wide:
@@ -248,9 +248,10 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Return distinct headings, of at most `width` cells, for kinds of modules.
+    """Return distinct headings for kinds of modules, each at most `width` cells wide.
 
-    A heading is the last part of the kind without `_proj`, or the end of the kind's full name if that part is not unique.
+    A heading is the last part of a kind, such as `q` for `self_attn.q_proj`. If two kinds have the same last part, their headings
+    are the ends of their full names.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
@@ -266,20 +267,20 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Return the score relative to the highest, on a logarithmic scale: 0 for a hundredth of it or less, 1 for the highest."""
+    """Return a score relative to the highest, on a logarithmic scale: 1 for the highest, 0 for a hundredth of it or less."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """Return a character whose density shows the score relative to the highest score, `most`."""
+    """Return a character that shows a score: the denser it is, the closer the score is to the highest score, `most`."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]
 
 
 def _heat_style(share: float) -> Style:
-    """Return the colour for a share as returned by `_share`, from the terminal's palette."""
+    """Return the colour, from the terminal's palette, for a share that `_share` has returned."""
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

@@ -12,7 +12,7 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def speed_screen(report: SpeedReport) -> Overlay:
-    """Return a window with the times of forward passes, and the speed of each relative to the first row, the reference."""
+    """Return a window with the times of forward passes. Each row's speed is relative to the first row, the reference."""
     grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")

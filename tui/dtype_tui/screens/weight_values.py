@@ -1,4 +1,4 @@
-"""The window with the values of a tensor: exponents, and the error of a cast to each dtype."""
+"""The window that shows the values of a tensor: their exponents, and the error of casting them to each dtype."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtype_tui.state.experiment import Experiment
 
 
 def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Overlay:
-    """Return a window with the error of a cast to each dtype, and the exponents of a tensor's values next to each dtype's range."""
+    """Return a window with the error of casting a tensor to each dtype, and its values' exponents beside each dtype's range."""
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):
@@ -46,7 +46,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of |x| by powers of two. Next to each line is the `range_mark` of several dtypes."""
+    """Return a histogram of |x| by powers of two. Each line also has the `range_mark` of every dtype shown."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:
@@ -75,7 +75,7 @@ def exponent_histogram(stats: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """Return a mark for what happens to the worst value from 2^first up to 2^(first + step) in a dtype without a scale.
+    """Return a mark for the worst that a dtype without a scale does to values from 2^first to 2^(first + step).
 
     "∞": it overflows. "0": it becomes zero. ":": it is subnormal and loses bits. "|": it is in the normal range.
     """

@@ -24,7 +24,7 @@ Progress = (
 
 
 class Activity:
-    """The engine's work, derived from its events and from requests that it has not begun yet. clock: returns seconds."""
+    """What the engine is doing, derived from its events and from requests that it has not begun yet. clock: returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """Return (what the engine is doing, or "" if idle; how much of this is done, from 0 to 1, or None if unknown)."""
+        """(What the engine is doing, or "" if idle; the share of this that is done, from 0 to 1, or None if unknown.)"""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
@@ -55,7 +55,7 @@ class Activity:
         return self._pace.seconds_left if self.busy else None
 
     def progress_words(self, width: int) -> str:
-        """Return the running job's progress, such as ` 50 % ███    12 s left`, or "" if unknown. width: of the bar, in cells."""
+        """Return the running job's progress, such as ` 50 % ███ 12 s left`, or "" if unknown. width: the bar's width in cells."""
         share, left = self.share, self.seconds_left
         if share is None:
             return ""
@@ -76,8 +76,8 @@ class Activity:
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
         """Record that the engine is now doing `what`, as a part of `job`.
 
-        share: how much of `job` is done. job: by default the part of `what` before the colon, because the passes of a measurement
-        alternate and each reports its share of the whole measurement.
+        share: how much of `job` is done. job: if None, the part of `what` before the colon. The passes of a measurement alternate,
+        and each reports the share of the whole measurement that is done.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything
@@ -105,5 +105,5 @@ class Activity:
 
 
 def _share(done: int, total: int | None) -> float | None:
-    """Return done / total, or None if the total is unknown. It is limited to 0 to 1, since a remote engine may send anything."""
+    """Return done / total, or None if the total is unknown. Clamped to 0 to 1, because a remote engine may send any numbers."""
     return min(1.0, max(0.0, done / total)) if total else None

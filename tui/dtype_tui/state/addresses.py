@@ -1,4 +1,4 @@
-"""Recognises addresses of models on other machines."""
+"""Recognises `ssh://` addresses, which name models on other machines."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ SCHEME = "ssh://"
 
 
 def is_address(model: str | None) -> bool:
-    """Return whether MODEL of the command line is an address on another machine."""
+    """Return whether MODEL on the command line is the address of a model on another machine."""
     return model is not None and model.startswith(SCHEME)

@@ -1,4 +1,4 @@
-"""Tracks requests whose results open a window, until the engine answers them."""
+"""Keeps track of requests that the engine has not answered yet and whose results will open a window."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def inspect(tensor: str) -> InspectWeight:
 
 
 class AwaitedResults:
-    """Prevents duplicate requests: while the engine's answer is pending, a key that requests the same window has no effect."""
+    """Prevents duplicate requests: until the engine answers a request, a key that sends the same request again has no effect."""
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
         self._pending: set[tuple[Command, Recipe, RunSettings]] = set()
 
     def ask(self, command: Command) -> None:
-        """Send a command, unless the same command is pending with the same recipe and settings."""
+        """Send a command unless the engine has not yet answered the same command for the same recipe and settings."""
         experiment = self._controller.experiment
         key = (command, experiment.recipe, experiment.settings)
         if key in self._pending:
@@ -38,11 +38,11 @@ class AwaitedResults:
             self._pending.add(key)
 
     def reset(self) -> None:
-        """Forget all pending requests, because their results will not come, or would be for other inputs."""
+        """Forget all unanswered requests: their results will never come, or would belong to other inputs."""
         self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """Handle an event of the engine, which may answer a pending request or say that no answer will come."""
+        """Handle an engine event that answers a request, or that says that no answer will come."""
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())

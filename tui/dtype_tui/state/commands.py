@@ -1,6 +1,6 @@
 """The commands of the `:` line, such as `cast *.mlp bf16`, `go model.layers.3` and `theme high-contrast`, and their completion.
 
-If the action of a key needs no arguments, it is also a command with the action's name, so keys and commands always agree.
+Every key's action that needs no arguments is also a command with the action's name, so keys and commands always agree.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Command:
     action: str
     """The app's action that runs the command and receives its arguments as strings."""
     arguments: tuple[str, ...] = ()
-    """The kind of each argument, as `Completer` knows them."""
+    """The kind of each argument. `Completer` completes an argument by its kind."""
     meaning: str = ""
     needs: int | None = None
-    """Minimum number of arguments. If None, all are required."""
+    """Minimum number of arguments. If None, all arguments are required."""
 
     @property
     def usage(self) -> str:
@@ -58,11 +58,11 @@ WITH_ARGUMENTS = (
     Command("check", "check_files", (), CHECK),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""The commands that no key has, most of them with arguments."""
+"""The commands that are not bound to a key. Most of them have arguments."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
-    """Return every command by name: those with arguments, and one per (key's action, description) in `actions`."""
+    """Return every command by name: those in `WITH_ARGUMENTS`, and one for each (key's action, description) in `actions`."""
     by_name = {
         name_of(action): Command(name_of(action), action, (), text) for action, text in actions if "(" not in action
     }
@@ -70,7 +70,7 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """Parse a line into its command and the arguments. The last argument is the rest of the line, including spaces.
+    """Parse a line into a command and its arguments. The last argument is the rest of the line, including spaces.
 
     Raises UserError for an unknown command, and for too few or too many arguments.
     """
@@ -96,7 +96,7 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
 
 @dataclass(frozen=True)
 class Completer:
-    """Completes a line. Most fields are functions, because the tree, the cursor and the themes change."""
+    """Completes a partly typed line. Most fields are functions, because the tree, the cursor and the themes change."""
 
     commands: dict[str, Command]
     names: Callable[[], Sequence[str]]
@@ -104,10 +104,10 @@ class Completer:
     patterns: Callable[[], Sequence[str]]
     """Returns patterns that match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]
-    """Returns the words of any other kind of argument: order, columns, theme, preset."""
+    """Returns the possible words for an argument of any other kind: order, columns, theme, preset."""
 
     def __call__(self, line: str) -> list[str]:
-        """Return completions of a line, as whole lines, the most likely first."""
+        """Return completions of a line, each a whole line, the most likely first."""
         words = line.split(" ")
         if len(words) == 1:
             return [name for name in sorted(self.commands) if name.startswith(words[0])]
@@ -132,7 +132,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Return names that complete `begun` by one part: `model.la` gives `model.layers`; `model.layers.` gives its children."""
+    """Return names that extend `begun` to the next dot: `model.la` gives `model.layers`, `model.layers.` gives its children."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:
@@ -147,8 +147,8 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
-    """Return paths that begin with `begun`. Folders end in a slash. Hidden files are left out unless its last part begins with a
-    dot.
+    """Return paths that begin with `begun`. Folders end in a slash. Hidden files are omitted unless the last part of `begun` begins
+    with a dot.
     """
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]

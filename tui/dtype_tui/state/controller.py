@@ -1,6 +1,7 @@
-"""The controller, which owns the experiment and the engine and does not depend on widgets.
+"""The controller, which manages the experiment and the engine. It does not depend on widgets.
 
-The main screen calls its methods for keys and commands, passes it the engine's events, and then draws the experiment.
+The main screen calls the controller's methods for keys and commands, and passes it the engine's events. Then the main screen draws
+the experiment.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 class Controller:
     """Controls one experiment and the engine that runs it.
 
-    notify: shows a sentence until the user has read it. changed: redraws the screen; called after a method other than `handle` has
-    changed the state.
+    notify: shows a sentence until the user has read it. changed: redraws the screen. Every method that changes the state calls it,
+    except `handle`.
     """
 
     def __init__(
@@ -61,13 +62,13 @@ class Controller:
         self.life = EngineLife(engine, experiment.scan, notify, changed)
         self.activity = self.life.activity
         self.open_error: str | None = None
-        """Why the model could not be opened, or None if opening has not failed."""
+        """Why the model could not be opened, or None if it is open or still opening."""
         self._preset: str | None = None
-        """Name of the preset to apply once the module classes are known, or None if there is none."""
+        """Name of the preset to apply once the module classes are known, or None if no preset is waiting."""
         self._after_preset = Recipe()
-        """The rules to add after the preset's rules."""
+        """The rules to append to those of the preset in `_preset`."""
         self._notified: set[str] = set()
-        """Notices that were already shown."""
+        """The notices that the user has already been shown."""
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
@@ -122,7 +123,7 @@ class Controller:
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
     ) -> None:
-        """Report the end of a job. Existing measurements stay valid after a job was refused or stopped."""
+        """Handle the end of a job. If the job was refused or stopped, earlier measurements stay valid."""
         match event:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")
@@ -144,7 +145,7 @@ class Controller:
     # -- the start -----------------------------------------------------------------------------------------------
 
     def begin(self, launch: Launch) -> None:
-        """Restore the resumed session, if there is one, and then apply the launch's preset and recipe.
+        """Restore the session to resume, if there is one. Then apply the preset and the recipe from the command line.
 
         Most presets are applied later, when the module classes are known.
         """
@@ -167,7 +168,7 @@ class Controller:
             self._start_with_preset()
 
     def _start_with_preset(self) -> None:
-        """Apply the launch's preset, unless this has been done."""
+        """Apply the preset from the command line, unless it has already been applied."""
         if self._preset is None:
             return
         from dtype_engine.recipe.presets import PRESETS
@@ -184,7 +185,7 @@ class Controller:
     # -- recipes -------------------------------------------------------------------------------------------------
 
     def apply_recipe(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one. Returns False if it already is."""
+        """Make a recipe the current one. Returns False if it already is the current one."""
         if not self.experiment.push(recipe):
             return False
         self._recipe_changed()
@@ -254,7 +255,7 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes the output finite or, if there is none, the rules that keep values which casts lose."""
+        """Apply the rule that makes the output finite or, without one, the rules that keep values from being lost in casts."""
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))
@@ -267,7 +268,7 @@ class Controller:
             self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
-        """Replace all rules by the recipe of a preset."""
+        """Replace all rules by a preset's recipe."""
         if not self.apply_recipe(recipe):
             self.notify("this preset is already applied", "information")
 
@@ -281,7 +282,7 @@ class Controller:
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Apply a recipe that was measured before, with the current settings."""
+        """Apply an earlier measured recipe. The settings stay as they are."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.apply_recipe(measured.recipe)
@@ -293,7 +294,7 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe again, over all inputs. If a measurement of it is running, extend this one to all inputs."""
+        """Measure the current recipe again, over all inputs. If a measurement of it is running, extend that to all inputs."""
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -302,7 +303,7 @@ class Controller:
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with these settings from now on."""
+        """Run candidates with these settings from now on, and measure the current recipe with them."""
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
@@ -310,12 +311,12 @@ class Controller:
         self._changed()
 
     def set_inputs(self, line: str) -> None:
-        """Run the model on the inputs that the line names from now on."""
+        """Run the model from now on with the inputs that the line names."""
         self.engine.request(SetInputs(line))
         self._expect("inputs")
 
     def ask(self, command: Command) -> None:
-        """Request a job from the engine. If the job needs the model to run and it can't, notify the user of the reason instead."""
+        """Request a job from the engine. If the job has to run the model and the model can't run, tell the user why instead."""
         if command.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return
@@ -327,7 +328,7 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs. If a job did not stop after an earlier call, end the engine and start another."""
+        """Stop the engine's jobs. If a job is still running after an earlier call, end the engine and start another."""
         if self.life.must_end:
             self.restart_engine()
         else:
@@ -340,20 +341,20 @@ class Controller:
             self.experiment.scan.stopped()  # the engine sends no event for a scan that had not begun
 
     def restart_engine(self) -> None:
-        """End the engine, whatever it is doing, and start another with the same recipe."""
+        """End the engine, whatever it is doing, and start another one with the same recipe."""
         if self.life.restart():
             self.open_error = self.experiment.memory = None
             self._changed()
 
     def measure_recipes(self, recipes: Sequence[Recipe]) -> None:
-        """Measure several recipes, while the current one stays current. Each is added to the history when it is measured."""
+        """Measure several recipes without making them current. Each is added to the history as soon as it is measured."""
         if recipes:
             self.ask(MeasureRecipes(tuple(dict.fromkeys(recipes))))
 
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
-        """Return what the key for the scan does next. Resumes a stopped scan.
+        """Return what the key for scans should do next. If a scan was stopped, this method also resumes it.
 
         "choose": open the window that chooses dtypes for a new scan. "show": open the current results. "wait": open nothing.
         """
@@ -373,7 +374,7 @@ class Controller:
         return "choose"
 
     def resume_scan(self) -> bool:
-        """Resume a stopped scan. Returns False if there is none."""
+        """Resume a stopped scan. Returns False if no scan was stopped."""
         scan = self.experiment.scan
         if not scan.requested or scan.running or scan.finished:
             return False
@@ -381,7 +382,7 @@ class Controller:
         return True
 
     def start_scan(self, dtypes: tuple[str, ...]) -> None:
-        """Start a scan in these dtypes, or resume the last scan if it had the same dtypes."""
+        """Start a scan in these dtypes. If the last scan had the same dtypes, resume it."""
         if not self.life.is_available():
             return
         scan = self.experiment.scan
@@ -393,7 +394,7 @@ class Controller:
         self.ask(Scan(dtypes, keep=True))
 
     def pause_scan(self) -> None:
-        """Pause the scan, or continue a paused one."""
+        """Pause the scan, or continue it if it is paused."""
         scan = self.experiment.scan
         if scan.running or scan.paused:
             scan.paused = not scan.paused

@@ -1,4 +1,4 @@
-"""The engine's lifetime: stopping its jobs, its unexpected end, a lost connection, and restarts."""
+"""Tracks the engine's lifetime: stopped jobs, its unexpected end, a lost connection, and restarts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Severity = Literal["information", "warning", "error"]
 """The severity of a notification."""
 RESTARTS = "R starts it again"
 STOP_WAIT_S = 2.0
-"""Seconds that a job has for stopping. After that, the app offers to end the engine."""
+"""Number of seconds within which a job should stop. After that, the app offers to end the engine."""
 
 
 class EngineLife:
-    """Tracks whether there is an engine, and what it is doing. notify, changed: as in `Controller`."""
+    """Tracks whether there is an engine, and what it is doing. notify, changed: the callbacks of `Controller`."""
 
     def __init__(
         self,
@@ -42,13 +42,13 @@ class EngineLife:
         self.lost = False
         """Whether the connection to the engine is lost."""
         self.quit_requested = False
-        """Whether the user has pressed the key that quits while the engine was writing files."""
+        """Whether the user pressed the key for quitting while the engine was writing files."""
         self._stopping: str | None = None
-        """The job that was requested to stop and is still running (see `Activity.running`)."""
+        """The job that was asked to stop and is still running (a value of `Activity.running`)."""
         self._stopping_since = 0.0
-        """When the job was requested to stop, as `time.monotonic`."""
+        """The time, by `time.monotonic`, at which that job was asked to stop."""
         self.must_end = False
-        """Whether the running job has not stopped in time, and can only be stopped by ending the engine."""
+        """Whether the running job has not stopped in time. Only ending the engine can then stop it."""
 
     def follow(self, event: Progress) -> None:
         self.activity.follow(event)
@@ -56,12 +56,12 @@ class EngineLife:
             self._stopping, self.must_end = None, False
 
     def note_stopped(self, job: str | None) -> None:
-        """Record that the engine has stopped `job`. If None, it has only dropped waiting jobs."""
+        """Record that the engine has stopped `job`. If `job` is None, the engine has only dropped waiting jobs."""
         if job is not None:
             self._stopping, self.must_end = None, False
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
-        """Record that the engine has ended, or that its connection was lost or restored. The recipe and its measurements stay."""
+        """Record that the engine ended, or that its connection was lost or restored. The recipe and its measurements are kept."""
         match event:
             case events.EngineEnded():
                 lost = self._reset(event.message)
@@ -75,7 +75,7 @@ class EngineLife:
                 self._notify("connected again: nothing was lost", "information")
 
     def restart(self) -> bool:
-        """End the engine, whatever it is doing, and start another. Returns False if this is impossible."""
+        """End the engine, whatever it is doing, and start another one. Returns False if this engine can't be restarted."""
         if not self._engine.can_restart:
             self._notify("the engine is a thread of this program (--in-process): it can't be restarted", "warning")
             return False
@@ -86,9 +86,9 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Record that all running work has ended. Returns clauses for the user about the work that is lost.
+        """Record that no work is running any more. Returns clauses that tell the user which work is lost.
 
-        error: why there is no engine, or None if another one is starting.
+        error: why there is no engine, or None if another engine is starting.
         """
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
@@ -99,7 +99,7 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show work that the engine begins at once."""
+        """Show a job that the engine begins at once."""
         if self.error is None:
             self.activity.begin(what)
 
@@ -123,11 +123,11 @@ class EngineLife:
 
     @property
     def no_engine_words(self) -> str:
-        """The words to show in place of figures while there is no engine, or "" while there is one."""
+        """The words to show in place of drift values while there is no engine, or "" while there is one."""
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """Return the words of the status line while the engine is idle. planning_only: whether the model could not be opened."""
+        """Return what the status line says while the engine is idle. planning_only: whether the model could not be opened."""
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
@@ -141,7 +141,7 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return (what the engine is doing, or "" if it is idle or disconnected; how much of this is done; what Esc does now)."""
+        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now)."""
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
@@ -152,7 +152,7 @@ class EngineLife:
         return what, share, "Esc stops"
 
     def check_stopped(self) -> None:
-        """Offer to end the engine if the job that `stop` requested to stop is still running. Called `STOP_WAIT_S` after `stop`."""
+        """Offer to end the engine if a job is still running although `stop` asked it to stop `STOP_WAIT_S` ago."""
         if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
             return
         if self.lost:

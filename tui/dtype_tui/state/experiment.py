@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that name the recipe of their request, and remain valid after the current recipe has changed."""
+"""Events that carry the recipe of their request. They remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
-"""Maximum number of reports to keep, so that an undo can show them at once."""
+"""Maximum number of drift reports to keep. An undo shows the earlier recipe's report at once if it is among them."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class ModelFacts:
     class_name: str = ""
     device: str = ""
     host: str = ""
-    """The machine that the model is on, or "" for this one."""
+    """The name of the machine that holds the model, or "" if it is this machine."""
     inputs: str = ""
     """A description of the inputs that the model runs on."""
     inputs_summary: InputsSummary | None = None
@@ -49,7 +49,7 @@ class ModelFacts:
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     live: bool = False
-    """Whether the engine has opened the model."""
+    """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
     """Whether the modules and tensors are known. The tree is empty until then."""
     path: Path | None = None
@@ -81,12 +81,12 @@ class Experiment:
     """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """Whether the last change of the recipe left the dtype of every tensor unchanged, so that the measurement stays valid."""
+    """Whether the last change of the recipe changed no tensor's dtype, so that the measurement is still valid."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
-    """The plan of the next tree and its totals by node, computed by `prepare`."""
+    """The plan and the totals by node that `prepare` has computed for the next tree."""
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
-    """The latest reports that cover all current inputs, so that an undo can show one at once."""
+    """The latest drift reports over all current inputs, by recipe and settings. An undo shows the report of its recipe at once."""
 
     def __post_init__(self) -> None:
         self._replan()
@@ -118,7 +118,7 @@ class Experiment:
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Do the slow part of `replace_tree`. Called on the thread that reads the event, so that this work does not delay keys."""
+        """Do the slow part of `replace_tree`, on the thread that reads the engine's events, so that keys are not delayed."""
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
@@ -131,7 +131,7 @@ class Experiment:
     # -- the current recipe and settings -------------------------------------------------------------------------
 
     def refusal(self, rule: Rule) -> str | None:
-        """Return a sentence that refuses a rule which matches nothing in this model, or takes too long to match.
+        """Return a sentence that explains why a rule is refused: it matches nothing in this model, or takes too long to match.
 
         Returns None if the rule matches something, or if this is not known yet.
         """
@@ -147,7 +147,7 @@ class Experiment:
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one. Returns False if it already is."""
+        """Make a recipe the current one. Returns False if it already is the current one."""
         return self._changed(self.history.push(recipe))
 
     def undo(self) -> bool:
@@ -162,12 +162,12 @@ class Experiment:
         return changed
 
     def restore(self, history: RecipeHistory) -> None:
-        """Continue with the recipes of a saved session."""
+        """Continue with the recipes of a saved session as the history."""
         self.history = history
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the current recipe. before: the previous plan of the same tree. If both plans are the same, the results are kept."""
+        """Plan the current recipe. before: the previous plan of the same tree. If both plans are equal, the results are kept."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
@@ -181,7 +181,7 @@ class Experiment:
         self._recall()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with other settings, and drop the results under the previous settings."""
+        """Run candidates with other settings from now on, and drop the results with the previous settings."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()
@@ -192,7 +192,7 @@ class Experiment:
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:
-        """Show the latest report of the current recipe and settings, if there is one, until the engine has measured them again."""
+        """Show the latest known drift report of the current recipe and settings until the engine has measured them again."""
         if (known := self._known.get((self.recipe, self.settings))) is not None:
             self.results = replace(self.results, report=known, modules=measured_modules(known))
 
@@ -206,7 +206,7 @@ class Experiment:
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def take(self, event: events.Event) -> None:
-        """Store the results in an event of the engine, except results that only a window shows."""
+        """Store the results that an event carries. Results that only a window shows are not stored."""
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -264,7 +264,7 @@ class Experiment:
             del self._known[old]
 
     def _keep(self, plan: Plan, settings: RunSettings, report: DriftReport) -> None:
-        """Add a measurement to the history, whether or not its recipe and inputs are the current ones."""
+        """Add a measurement to the history, even if its recipe and inputs are not the current ones."""
         if plan.recipe == self.recipe or (settings, report.inputs) == (self.settings, self.model.inputs):
             self.scan.note_measured(self.tree, plan, report)
         entry = measured(report, plan.recipe, settings, plan.planned_bytes)
@@ -274,7 +274,7 @@ class Experiment:
     # -- comparing -----------------------------------------------------------------------------------------------
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
-        """Make a measured recipe the baseline. If it already is the baseline, remove it."""
+        """Make a measured recipe the baseline. If it already is the baseline, use no baseline."""
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
@@ -282,7 +282,7 @@ class Experiment:
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:
-        """The drift of the modules under the baseline recipe, by name. Empty if there is no baseline or no stored drift for it."""
+        """The drift of the modules under the baseline recipe, by name. Empty without a baseline, or if its drift is not stored."""
         return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     @property

@@ -32,15 +32,15 @@ class Launch:
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     recipe: Recipe = field(default_factory=Recipe)
-    """The rules to add after those of `preset` and `saved`."""
+    """The rules from the command line. They are added after the rules of `preset` and `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
     """The session to resume."""
     saver: Callable[[], SessionSaver] | None = None
-    """Creates the saver of the session after the first paint. None if the session is not saved."""
+    """Called after the first paint to create the object that saves the session. None if the session is not saved."""
     config: Config = field(default_factory=Config)
     is_demo: bool = False
     """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False
     offers_tour: bool = False
-    """Whether a panel offers the tour."""
+    """Whether the app shows a panel that offers the tour."""

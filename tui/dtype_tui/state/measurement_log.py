@@ -1,4 +1,4 @@
-"""Measured recipes and their figures, as plain values that can be shown, compared and saved."""
+"""Measured recipes and their metrics, as plain values that can be shown, compared and saved."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecipe:
-    """One measurement of a recipe, with certain settings on certain inputs."""
+    """One measurement of a recipe, with the settings and the inputs that were used."""
 
     recipe: Recipe
     settings: RunSettings
@@ -27,48 +27,48 @@ class MeasuredRecipe:
     planned_bytes: int
     output: OutputDrift
     extent: Extent
-    """How much of the inputs the figures cover."""
+    """How many of the inputs the metrics cover."""
     seconds: float | None = None
-    """Time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
+    """Total time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
     overflowed: int = 0
-    """Number of weight values that became infinite, summed over the tensors in which casts lose more than rounding does."""
+    """Number of weight values that casts made infinite. Tensors whose values a cast only rounds are not counted."""
     vanished: int = 0
-    """Number of weight values that became zero, summed over the tensors in which casts lose more than rounding does."""
+    """Number of nonzero weight values that casts made zero. Tensors whose values a cast only rounds are not counted."""
     pinned: bool = False
 
     @property
     def in_part(self) -> bool:
-        """Whether the figures cover only some of the inputs."""
+        """Whether the metrics cover only some of the inputs."""
         return not self.extent.whole
 
     @property
     def kl_error(self) -> float | None:
-        """Standard error, in nats, of the mean KL in `output` as an estimate for all inputs, or None if unknown."""
+        """Standard error in nats of the mean KL in `output`, taken as an estimate for all inputs. None if unknown."""
         mean, error = self.output.kl_mean, self.extent.kl_error
         if self.extent.whole:
             return self.output.kl_mean_se
         return None if mean is None or error is None else abs(mean) * error
 
     def drift(self, distribution: bool) -> float | None:
-        """Return the drift by which recipes are plotted, or None if it is unknown or the output is not finite.
+        """Return the drift by which plots compare recipes, or None if it is unknown or the output is not finite.
 
-        distribution: whether the output is a distribution: the drift is then the mean KL in nats, or else the squared relative L2
-        error.
+        distribution: whether the output is a distribution. If so, the drift is the mean KL in nats, otherwise the squared relative
+        L2 error.
         """
         value = self.output.kl_mean if distribution else 10 ** (-self.output.sqnr_db / 10)
         return None if self.output.nonfinite or value is None or math.isnan(value) else max(0.0, value)
 
     @property
     def key(self) -> tuple[Recipe, RunSettings, str]:
-        """A key that is equal for measurements of the same recipe with the same settings on the same inputs."""
+        """A value that is equal for two measurements of the same recipe with the same settings on the same inputs."""
         return self.recipe, self.settings, self.inputs
 
 
 class ModuleLog:
-    """Stores the drift of every module for the measurements of this run of the app. The oldest measurements are dropped first."""
+    """Stores the drift of every module for the measurements made since the app started. Drops the oldest measurements first."""
 
     MOST = 300_000
-    """Maximum number of modules, summed over all measurements."""
+    """Maximum number of stored module drifts, summed over all measurements."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[Recipe, RunSettings, str], Mapping[str, ModuleDrift]] = {}
@@ -86,7 +86,7 @@ class ModuleLog:
 
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
-    """Return the history's entry for a report."""
+    """Convert a drift report to an entry of the history."""
     lost = severe(report.lost)
     return MeasuredRecipe(
         recipe,
@@ -119,7 +119,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """Return the distinct recipes in the history that were not measured with these settings over all of these inputs."""
+    """Return the distinct recipes in the history that were not yet measured with these settings on all of these inputs."""
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part
@@ -128,6 +128,6 @@ def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, in
 
 
 def toggle_pin(history: tuple[MeasuredRecipe, ...], index: int) -> tuple[MeasuredRecipe, ...]:
-    """Return the history with the pin of the measurement at an index set or removed."""
+    """Return the history after pinning the measurement at `index`, or unpinning it if it is pinned."""
     toggled = dataclasses.replace(history[index], pinned=not history[index].pinned)
     return (*history[:index], toggled, *history[index + 1 :])

@@ -17,7 +17,7 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """Return indices of the rules that match only tensors of this node, and indices of those that also match other tensors."""
+    """Return two lists of rule indices: rules that match only tensors of this node, and rules that also match other tensors."""
     inside_node = tensor_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []
@@ -29,13 +29,13 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
-    """Return the effects on a node of the rules that match its tensors, the last rule first."""
+    """Return the effect of each rule that matches tensors of a node, the last rule first."""
     effects = plan.effects(tree, tensor_names(tree, node))
     return [effect for effect in effects if effect.tensors][::-1]
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the names of the topmost nodes in which every castable tensor has another planned dtype than stored."""
+    """Return the names of the topmost nodes whose castable tensors all have a planned dtype that differs from the stored one."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
 
 PREVIEW_S = 0.5
-"""Maximum number of seconds for matching a pattern while it is typed."""
+"""Time limit in seconds for matching a pattern that the user is typing."""
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Preview:
     """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
-    """Bytes of the tensors to cast, in the dtypes that the current recipe plans."""
+    """Bytes of these tensors in the dtypes that the current recipe plans."""
     bytes_after: int
     uncastable_count: int
     """Number of matching tensors that are never cast."""
     fused: str = ""
-    """A few words on what the rule does to weights that runtimes fuse with the matching ones."""
+    """A few words on how the rule affects weights that runtimes fuse with matching weights, or "" if it does not."""
 
 
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
-    """Preview a rule. planned: the current dtype of each tensor, by name.
+    """Return what a rule would do. planned: the dtype of each tensor under the current recipe, by name.
 
     Raises PatternError for a pattern that takes too long to match, since keys wait for the preview.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """The weight values that the casts lose."""
+    """The weight values that casts lose: values that overflow, are clipped or become zero."""
 
     values: tuple[ValueLoss, ...] | None = None
     """One entry per weight that loses values, or None while these weights are unknown."""
@@ -26,7 +26,7 @@ class Losses:
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """The tree's mark for each node that loses values, by name."""
+        """The mark that the tree shows beside each node that loses values, by the node's name."""
         return loss_marks(self.values or ())
 
 
@@ -37,11 +37,11 @@ class Results:
     losses: Losses = Losses()
     report: DriftReport | None = None
     partial_drift: PartialDrift | None = None
-    """The output's drift over the inputs that have been run, while there is no report."""
+    """The output's drift over the inputs that have been run so far. Used while there is no final report."""
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
-    """The drift of each module by name, from the report or, before it exists, from the finished passes."""
+    """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
     loss_remedy: LossRemedy | None = None
-    """Rules that keep the values which the casts lose."""
+    """Rules that prevent casts from losing weight values."""
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     failure: str | None = None
@@ -49,8 +49,8 @@ class Results:
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
-        """Return the modules that drift most, those with non-finite outputs first. count: maximum number of modules, if not
-        None.
+        """Return the modules that drift most, beginning with those whose output is not finite. count: maximum number of modules, or
+        None for all.
         """
         from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
@@ -58,7 +58,7 @@ class Results:
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the key for remedies applies `loss_remedy` next. A remedy for non-finite outputs comes first."""
+        """Whether the key for remedies would apply `loss_remedy` next. A remedy for a non-finite output is applied first."""
         return self.nonfinite is None or self.nonfinite.remedy is None
 
 

@@ -1,4 +1,4 @@
-"""The app's state of a scan: the current estimates, the dtype that is shown, and measurements next to their predictions."""
+"""The app's state of a scan: its current estimates, the dtype whose scores are shown, and measurements next to predictions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""The number of powers of ten, below the whole model's score, that the heat bar spans."""
+"""Length of the heat bar's logarithmic scale, in powers of ten. The scale ends at the whole model's score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +49,14 @@ class ScanState:
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """Whether the engine ended before the scan was finished. The next engine resumes from the saved sequences."""
+    """Whether the engine ended before the scan finished. The next engine continues after the sequences that were saved."""
     dtype: str = ""
     """The dtype whose scores are shown."""
     measured: list[Point] = field(default_factory=list)
     version: int = 0
-    """A number that grows with every change that a screen may show."""
+    """A number that increases with every change that the screen may have to show."""
     nodes: dict[str, float] = field(default_factory=dict)
-    """Scores by node, in the dtype shown."""
+    """Scores by node name, for the dtype in `dtype`."""
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
     """Scores by (weight, dtype)."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
@@ -84,17 +84,17 @@ class ScanState:
         return f"from a running scan ({share} %)" if self.running else f"from a stopped scan ({share} %)"
 
     def clear(self) -> None:
-        """Drop the scan, before a scan of other dtypes or inputs."""
+        """Drop the results. Called before a scan of other dtypes or on other inputs."""
         self.report, self.requested, self.nodes, self.scores, self.lost = None, (), {}, {}, False
         self.measured.clear()
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """Record that a scan in these dtypes, or its continuation, was requested."""
+        """Record that a scan in these dtypes, or the continuation of such a scan, was requested."""
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Record that the engine has ended, and return whether this interrupted an unfinished scan. The estimates are kept."""
+        """Record that the engine has ended. Returns whether this interrupted an unfinished scan. The estimates are kept."""
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
         self.lost = self.lost or news
@@ -108,7 +108,7 @@ class ScanState:
 
     @cached_property
     def limits(self) -> SearchConstraints:
-        """The user's constraints on the Pareto front."""
+        """The user's constraints on the points of the Pareto front."""
         from dtype_engine.search.constraints import SearchConstraints
 
         return SearchConstraints()
@@ -146,7 +146,7 @@ class ScanState:
         return ""
 
     def front(self, tree: Tree) -> ParetoFront:
-        """Return the Pareto front within the limits. Raises UserError if no plan meets them."""
+        """Return the Pareto front within the user's constraints. Raises UserError if no plan meets them."""
         from dtype_engine.search.pareto import make_front
 
         return make_front(tree, self.scores, self.limits.constraints)
@@ -163,8 +163,8 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """Return (score as text, bar, heat as defined by `heat`) of a node in the dtype shown. Both texts are "" without a
-        score.
+        """Return a node's (score as text, bar, heat), in the dtype shown. `heat` defines heat. Without a score, both texts are ""
+        and the heat is 0.
         """
         score = self.nodes.get(node)
         if score is None:
@@ -173,7 +173,7 @@ class ScanState:
         return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
 
     def heat(self, score: float) -> float:
-        """Return a score relative to the whole model's, on a logarithmic scale: 0 for a 1,000th of it or less, 1 for all of it."""
+        """Return a score on a logarithmic scale: 1 for the whole model's score, and 0 for a 1,000th of that or less."""
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):
@@ -184,7 +184,7 @@ class ScanState:
 
     @property
     def heading(self) -> str:
-        """The heading of the tree's column of scores."""
+        """The heading of the tree's column that shows the scan's scores."""
         return (
             f"nats {dtypes.short_name(self.dtype)}"
             if self.report and "nats" in self.report.unit
@@ -193,5 +193,5 @@ class ScanState:
 
 
 def figure(value: float) -> str:
-    """Return a score as text of at most eight cells."""
+    """Return a scan's score as text of at most eight cells."""
     return "inf" if math.isinf(value) else "0" if value == 0 else f"{value:.1e}"

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 _REST_S = 1.0
 """Minimum number of seconds between two saves if only the cursor has moved."""
 _CLOSE_WAIT_S = 3.0
-"""Maximum number of seconds for which the app waits at its end for the last save."""
+"""Maximum number of seconds that the app waits for the last save when it ends."""
 
 
 class SessionSaver:
-    """Writes the session whenever it has changed. Only `close` waits for the disk.
+    """Writes the session in a thread whenever it has changed. Only `close` waits for the disk.
 
     If the session can't be written, `say` is called once with a sentence for the user, and the program continues without saving.
     """
@@ -40,7 +40,7 @@ class SessionSaver:
         self.say: Callable[[str], None] = lambda trouble: None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
-        """Save the current state if it has changed. Called several times a second, and cheap if nothing has changed."""
+        """Save the current state if it has changed since the last save. Called several times a second; cheap without a change."""
         recipes, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(

@@ -38,9 +38,9 @@ from dtype_tui.state.measurement_log import MeasuredRecipe
 VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
-"""Maximum number of recipes saved before the current one, and after it. Undo and redo can reach these in a resumed session."""
+"""Maximum number of recipes saved before the current recipe, for undo in a resumed session, and after it, for redo."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
-"""Options that allow code to be run or downloaded. Sessions do not save them: a file must not give this permission."""
+"""Options that allow code to run or to be downloaded. Sessions do not save them: a file must not give such a permission."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
@@ -48,13 +48,13 @@ _LARGEST = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """The last state of a session."""
+    """The state of a session when it was last saved."""
 
     model: str | None
     """A reference that opens the model from any folder, or None for the demo."""
     title: str
     path: Path | None = None
-    """The model's files, if it has files on this machine."""
+    """The path of the model's files, or None if it has none on this machine."""
     folder: Path | None = None
     """The folder in which the program was started."""
     options: Options = field(default_factory=Options)
@@ -66,10 +66,10 @@ class SavedSession:
     """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
     scanned: tuple[str, ...] = ()
-    """The dtypes of the last scan, finished or not. Empty if there was no scan."""
+    """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether only this user can have written the file. If not, the session must not name Python code to run."""
+    """Whether only this user can have written the file. If False, Python code that the session names is not run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -78,7 +78,7 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The measurements, or an empty tuple if a file of the model was written after the session or this can't be determined."""
+        """The saved measurements. Empty if a file of the model was written after the session, or if this can't be determined."""
         if self.path is None:
             return ()
         try:
@@ -99,9 +99,9 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last. model: if given, as on the command line, only sessions of this model count.
+    """Return the session that was saved last. model: MODEL as on the command line; if given, only its sessions are considered.
 
-    Raises UserError if there is none, or if the newest of all can't be read.
+    Raises UserError if there is none, or if no model is given and the newest session can't be read.
     """
     if model is None:
         files = _files()
@@ -159,7 +159,7 @@ class SessionFile:
 
 
 def prune() -> None:
-    """Delete the oldest sessions, and partial files more than a day old, which killed processes have left."""
+    """Delete the oldest sessions. Also delete partial files more than a day old, which killed processes have left behind."""
     for path in _files()[MOST_KEPT:]:
         path.unlink(missing_ok=True)
     yesterday = datetime.now(UTC).timestamp() - 86400
@@ -172,7 +172,7 @@ def prune() -> None:
 
 
 def read_session(path: Path) -> SavedSession:
-    """Read a session. Raises UserError, which names the file and the problem."""
+    """Read a session file. Raises UserError, which names the file and the problem."""
     try:
         own = is_own(path)
         data: Any = json.loads(read_regular(path, _LARGEST))
@@ -213,7 +213,7 @@ def is_own(path: Path) -> bool:
 
 
 def _files() -> list[Path]:
-    """Return all session files, the latest first."""
+    """Return all session files, the most recently saved first."""
     return sorted(sessions_folder().glob("*.json"), key=_written, reverse=True)
 
 
@@ -233,7 +233,7 @@ def _readable() -> Iterator[SavedSession]:
 
 
 class _Measurement(msgspec.Struct, kw_only=True):
-    """A `MeasuredRecipe` in the file. The rules of its recipe are text."""
+    """A `MeasuredRecipe` as a session file stores it: the rules of its recipe are text."""
 
     rules: list[str]
     settings: RunSettings
@@ -248,7 +248,7 @@ class _Measurement(msgspec.Struct, kw_only=True):
 
 
 class _File(msgspec.Struct):
-    """The entries of a session file, apart from its version. Other entries are ignored."""
+    """The entries of a session file that are read, except its version. Unknown entries are ignored."""
 
     model: str | None
     title: str

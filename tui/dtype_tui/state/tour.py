@@ -14,7 +14,7 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour. It waits for the user's action, and then, if it has `until`, for the engine."""
+    """A step of the tour. It ends when the user has acted and, if the step waits for the engine, `until` holds."""
 
     words: str
     """A text that says what to press and why. `{undo}` is replaced by the key of the action `undo`."""
@@ -23,11 +23,11 @@ class Step:
     window: str = ""
     """The window in which the step takes place. While it is not open, the tour goes back to the step that opens it."""
     opens: str = ""
-    """The window that the action has to open."""
+    """The window that the action should open. If it does not open, the action does not count."""
     done: Condition = lambda experiment: True
     """A condition that must hold right after the action for the action to count."""
     until: Condition = lambda experiment: True
-    """A condition that must hold before the next step."""
+    """A condition that must hold, after the action, before the tour goes to the next step."""
     meanwhile: str = ""
     """The text to show between the action and the next step."""
     unless: Condition = lambda experiment: False
@@ -139,7 +139,7 @@ class Tour:
 
     @property
     def words(self) -> str:
-        """The words of the current step, with the names of keys."""
+        """The text of the current step, with the names of the user's keys filled in."""
         step = STEPS[self.index]
         words = step.meanwhile if self._acted and step.meanwhile else step.words
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
@@ -152,7 +152,7 @@ class Tour:
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Move on to the next step if the current one is complete, or back if its window is not open."""
+        """Go to the next step if the current one is complete, or back to an earlier step if the current window is not open."""
         while self.index < len(STEPS) - 1:
             step = STEPS[self.index]
             if not step.actions and window != step.window and step.done(self._experiment):

@@ -24,7 +24,8 @@ _MOST_LINES = 4
 
 
 class BottomPrompt(Vertical):
-    """An input line with a hint below it, which says what the text would do. It is hidden until opened. Only one prompt is open.
+    """An input line with a hint below it, which says what the typed text would do. It is hidden until opened. Only one prompt is
+    open at a time.
 
     A subclass implements `typed` and `entered`.
     """
@@ -38,7 +39,7 @@ class BottomPrompt(Vertical):
 
     @dataclass
     class Previewed(Message):
-        """Posted when the text has changed. preview: of the rule in the line, or None if the text is not a rule."""
+        """Posted when the text has changed. preview: what the rule in the line would do, or None if the text is not a rule."""
 
         preview: Preview | None
 
@@ -55,11 +56,11 @@ class BottomPrompt(Vertical):
         yield Static(id=f"{self.id}-hint", markup=False)
 
     def typed(self, line: str) -> None:
-        """Handle the text after each change of it."""
+        """Handle the text. Called whenever the user has changed it."""
         raise NotImplementedError
 
     def entered(self, line: str) -> Awaitable[None] | None:
-        """Handle the text when Enter is pressed."""
+        """Handle the text that the user confirms with Enter."""
         raise NotImplementedError
 
     @property
@@ -69,7 +70,7 @@ class BottomPrompt(Vertical):
     def show_with(self, text: str, select: bool = False) -> None:
         """Show the prompt with `text` in its line, and focus the line. select: as in `LineInput.put`.
 
-        Any other open prompt closes. Otherwise both would be in the same place, and one would return the focus to the other.
+        Another open prompt is closed first. Otherwise both would be in the same place, and one would return the focus to the other.
         """
         for other in self.screen.query(BottomPrompt):
             if other is not self and other.is_open:

@@ -1,4 +1,4 @@
-"""The `:` line for commands, with completion by Tab and a history on the arrow keys."""
+"""The `:` line for commands. Tab completes a command, and the arrow keys recall earlier lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dtype_tui.widgets.prompts import preview_words
 
 
 class CommandLine(BottomPrompt):
-    """A line for commands, which is checked while the user types. For `cast`, the tree highlights what the pattern matches."""
+    """A line for commands, checked while the user types. For `cast`, the tree highlights the nodes that the pattern matches."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("tab", "complete(1)", "Complete, or go to the next completion", priority=True, show=False),
@@ -32,7 +32,7 @@ class CommandLine(BottomPrompt):
     def __init__(
         self, experiment: Experiment, completer: Completer, run: Callable[[Command, tuple[str, ...]], Awaitable[None]]
     ) -> None:
-        """run: runs a command with its arguments when the line is entered."""
+        """run: called with a command and its arguments when the user presses Enter."""
         super().__init__("command", "cast *.mlp bf16")
         self.experiment = experiment
         self.completer = completer
@@ -42,9 +42,9 @@ class CommandLine(BottomPrompt):
         self._history_index = 0
         self._completions: list[str] = []
         self._completion = -1
-        """Index of the completion that is in the line, or -1 if there is none."""
+        """Index of the completion that the line shows, or -1 if it shows none."""
         self._completing = False
-        """Whether the program, not the user, is changing the text."""
+        """Whether the text is being changed by a completion and not by the user."""
 
     def open(self) -> None:
         """Show the prompt with an empty line."""
@@ -93,7 +93,7 @@ class CommandLine(BottomPrompt):
             self._explain(line)
 
     def _explain(self, line: str) -> None:
-        """Show in the hint what the line would do, or what can come next."""
+        """Show in the hint what the line would do, or how it can be continued."""
         shown: Preview | None = None
         words = Text(no_wrap=True, overflow="ellipsis")
         try:

@@ -12,7 +12,7 @@ from textual.widgets.input import Selection
 
 
 class LineInput(Input):
-    """Textual's input line with callbacks instead of messages, which would arrive only after the next key of a burst.
+    """Textual's input line, with callbacks in place of messages. Messages would arrive only after the next key of a burst.
 
     entered: called with the text when Enter is pressed. typed: called with the text after each change of it.
     """
@@ -46,7 +46,7 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line that is not blank, and notify the user if other lines are left out."""
+        """Insert the first line of the pasted text that is not blank. Notify the user if other lines are left out."""
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]

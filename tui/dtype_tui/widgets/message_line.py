@@ -1,4 +1,4 @@
-"""The lines that show the latest message of the app."""
+"""The lines at the bottom that show the app's latest message."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LEAST_LINES, _MOST_LINES = 2, 8
 class MessageLine(Static):
     """Shows a message. It is hidden if there is none.
 
-    In a window it has separate lines at the bottom; on the main screen it covers the end of the panes, but neither the keys nor the
-    cursor. in_place: for the main screen. The widget always keeps its place in the layout, so that nothing else is redrawn when it
-    appears or disappears, unless the number of its lines changes.
+    In a window it has separate lines at the bottom. On the main screen it covers the end of the panes, but neither the keys nor the
+    cursor. in_place: set for the main screen. The widget then always keeps its place in the layout. So nothing else is redrawn when
+    it appears or disappears, unless the number of its lines changes.
     """
 
     DEFAULT_CSS = """
@@ -50,7 +50,7 @@ class MessageLine(Static):
             self.display = said is not None
 
     def _fitted(self, words: str, width: int) -> str:
-        """Set the widget's height to the lines that the words need in `width` cells, and truncate the words at _MOST_LINES."""
+        """Set the widget's height to the lines that the words need in `width` cells, truncating the words after _MOST_LINES."""
         lines = textwrap.wrap(words, width)
         if len(lines) > _MOST_LINES:
             words = " ".join(lines[:_MOST_LINES])[: -len(_MORE)] + _MORE

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.preview import Preview
 
 MOST_OPENED = 20_000
-"""Maximum number of modules that one key opens."""
+"""Maximum number of modules that a single key press opens."""
 
 
 class ModuleTree(ScrollView, can_focus=True):
@@ -84,7 +84,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @dataclass
     class Moved(Message):
-        """Posted when the cursor has moved. name: of the node under the cursor."""
+        """Posted when the cursor has moved. name: the node that is now under the cursor."""
 
         name: str
 
@@ -121,12 +121,12 @@ class ModuleTree(ScrollView, can_focus=True):
         self._show_cursor()
 
     def sort_by(self, order: str) -> None:
-        """Sort children by one of `ORDERS`. The cursor stays on its node."""
+        """Sort the children of every node by one of `ORDERS`. The cursor stays on its node."""
         self.order = order
         self.rebuild()
 
     def hide(self, columns: frozenset[str]) -> None:
-        """Hide these of `COLUMNS`, and show all other columns."""
+        """Hide the given columns of `COLUMNS`, and show all other columns."""
         self.hidden = columns
         self.refresh()
 
@@ -138,7 +138,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
 
     def next_match(self, step: int) -> bool:
-        """Go to the next or previous match. Returns False if there is none."""
+        """Go to the next or previous node that matches the filter. Returns False if no node matches."""
         indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set]
         if not indices:
             return False
@@ -147,12 +147,12 @@ class ModuleTree(ScrollView, can_focus=True):
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
-        """Highlight the nodes that a rule would match. None removes the highlight."""
+        """Highlight the nodes that a rule would match. If `preview` is None, remove the highlight."""
         self.preview = preview
         self.refresh_changed()
 
     def new_tree(self) -> None:
-        """Show the experiment's new tree of the same model. Open nodes stay open."""
+        """Show the experiment's new tree, which is of the same model. Open nodes stay open."""
         opened = self._opened
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
@@ -166,7 +166,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return self.rows[self.cursor]
 
     def move_to(self, index: int) -> None:
-        """Put the cursor on a row, and repaint only the two lines that change."""
+        """Put the cursor on a row. Repaint only the cursor's old line and its new line."""
         index = max(0, min(index, len(self.rows) - 1))
         if index == self.cursor:
             return
@@ -250,7 +250,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < depth), 0))
 
     def action_next_cast(self, step: int) -> None:
-        """Go to the next or previous of the topmost nodes that are cast as a whole, cyclically and in the model's order."""
+        """Go to the next or previous node of `cast_nodes`, in the model's order. After the last comes the first."""
         nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
         if nodes:
             order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
@@ -293,7 +293,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Repaint only the visible lines that have changed, since a measurement changes only a few cells."""
+        """Repaint only those visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
             painted = self._painted.get(y)
             if painted is not None and self._line(y) != painted:
@@ -329,7 +329,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return strip
 
     def _base(self) -> Style:
-        """Return the tree's style: the theme's colours, or the terminal's in the default theme, which saves 40 % of the bytes."""
+        """Return the tree's style: the theme's colours or, in the default theme, the terminal's, which saves 40 % of the bytes."""
         if self.app.theme in IN_THE_TERMINALS_COLOURS:
             return PLAIN
         colours = self.rich_style

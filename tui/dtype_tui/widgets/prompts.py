@@ -1,4 +1,4 @@
-"""The prompts for casting by a pattern, with a live preview, and for filtering."""
+"""The prompt that casts the tensors matching a pattern, with a live preview, and the prompt that filters the tree."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.tree_rows import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
-"""Seconds after the last key before the preview is computed."""
+"""Number of seconds after the last key press before the preview is computed."""
 
 
 class CastPrompt(BottomPrompt):
-    """The prompt for a rule `PATTERN=DTYPE`, which starts with the node under the cursor.
+    """The prompt for a rule `PATTERN=DTYPE`. The initial pattern matches the node under the cursor.
 
     While the user types, the hint says what the rule would match, and the tree highlights these nodes.
     """
@@ -42,7 +42,7 @@ class CastPrompt(BottomPrompt):
     ]
 
     def __init__(self, experiment: Experiment, cast: Callable[[Rule], None]) -> None:
-        """cast: applies a rule when it is entered."""
+        """cast: called with the rule when the user presses Enter."""
         super().__init__("cast")
         self.experiment = experiment
         self._cast = cast
@@ -52,14 +52,14 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
         self._completions: list[str] = []
         self._completion = ""
-        """The line after the last completion."""
+        """The text of the line after the last completion, by which a further Tab is recognised."""
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
         yield from super().compose()
 
     def open(self, node: str) -> None:
-        """Show the prompt for a node."""
+        """Show the prompt with a rule for this node."""
         module = self.experiment.tree.modules.get(node)
         steps = generalisations(node, module.class_name if module else None)
         # Every pattern is more general than the one before, so if the first matches something, all do.
@@ -89,7 +89,7 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Complete the format's name after `=`, or go to the next completion. Returns False if there is nothing to complete."""
+        """Complete the dtype's name after `=`, or show the next possible completion. Returns False if nothing can be completed."""
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)
@@ -169,7 +169,7 @@ class FilterPrompt(BottomPrompt):
     def __init__(
         self, filter_by: Callable[[str], None], count: Callable[[], int], go_to_first: Callable[[], None]
     ) -> None:
-        """filter_by: called with the text after each change. count: returns how many nodes match. go_to_first: called by Enter."""
+        """filter_by: called with the text after each change. count: returns how many nodes match. go_to_first: called on Enter."""
         super().__init__("filter", "part of a name, or a glob")
         self._filter_by = filter_by
         self._count = count

@@ -20,7 +20,7 @@ ALWAYS = "? help  q quit"
 
 
 def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool, width: int) -> str:
-    """Return keys and their meaning for the current state, the most likely first: as many as fit into `width` cells.
+    """Return keys with their meanings for the current state, the most likely first: as many as fit into `width` cells.
 
     The keys for help and quitting are always included. filtered: whether the tree is filtered. ended: whether there is no engine.
     """
@@ -54,7 +54,7 @@ def status_line(
 ) -> Text:
     """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
 
-    The right end shows the model, its class and its device, as far as they fit. doing: see `EngineLife.current_activity`. idle: the
+    The right end shows the model, its class and its device, if there is room. doing: see `EngineLife.current_activity`. idle: the
     words while the engine is idle.
     """
     activity, share, stops = doing
@@ -86,7 +86,7 @@ def status_line(
 
 
 def _so_far(partial: PartialDrift, width: int, title: str) -> str:
-    """Return the drift of a running measurement, such as `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`.
+    """Return the drift that a running measurement has found until now, such as `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`.
 
     Returns only the number of sequences if the whole text does not leave room for `title` in `width` cells.
     """

@@ -6,7 +6,7 @@ from textual.widgets import Static
 
 
 class TourPanel(Static):
-    """A panel that makes the widgets above it smaller, so that it covers nothing."""
+    """The panel that shows the tour's step. It covers nothing: the widgets above it become smaller."""
 
     DEFAULT_CSS = """
     TourPanel { split: bottom; height: auto; border-top: solid $accent; border-title-color: $accent; padding: 0 1;
@@ -17,7 +17,7 @@ class TourPanel(Static):
         super().__init__(markup=False)
 
     def show(self, heading: str, words: str) -> None:
-        """Show a heading and words if they have changed. Every redraw costs bytes on a slow connection."""
+        """Show a heading and a text. Redraws only if they have changed, since a redraw costs bytes on a slow connection."""
         if self.border_title != heading:
             self.border_title = heading
         if self.content != words:

@@ -29,18 +29,18 @@ DIM = Style(dim=True)
 BRIGHT = Style(dim=False)
 CURSOR = Style(reverse=True)
 CURSOR_AWAY = Style(underline=True)
-"""Style of the cursor's line while the tree does not have the focus."""
+"""The style of the cursor's line while another widget has the focus."""
 _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""Used instead of a dtype in a (text, dtype) piece of a cell that reports lost values."""
+"""Stands in place of the dtype in a (text, dtype) piece if the piece reports lost values."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Widths of the columns in cells. A width of 0 leaves the column out."""
+    """Widths of the columns in cells. A column of width 0 is not shown."""
 
     name: int
     dtype: int
@@ -54,7 +54,7 @@ class Columns:
 def columns_for(
     width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False, compares: bool = False
 ) -> Columns:
-    """Return column widths for a line of `width` cells. If it is narrow, dtypes are shortened, and parameters and drift left out.
+    """Return column widths for a line of `width` cells. In a narrow line, dtypes are shortened, and parameters and drift omitted.
 
     hidden: columns to leave out in any case. scanned: whether to add a column for the scan's scores. compares: whether to add a
     column for the baseline's drift and the difference from it.
@@ -71,7 +71,7 @@ def columns_for(
 
 @dataclass(frozen=True, slots=True)
 class RowState:
-    """How a row is shown."""
+    """The state of a row that determines how the row is drawn."""
 
     under_cursor: bool
     lit: bool
@@ -99,7 +99,7 @@ def heading(columns: Columns, scan: str = "") -> Strip:
 
 
 def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowState) -> list[Segment]:
-    """Return the styled text of a row, cell by cell."""
+    """Return the styled pieces of a row's text, from left to right."""
     twist, label, about = _name(experiment, row, columns.name, state)
     indent = "  " * row.depth
     marker = "•" if state.lit else "❯" if state.under_cursor else " "
@@ -143,9 +143,9 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
-    """Return (mark of an open or closed node, name, text after the name), within `width` cells.
+    """Return (mark of an open or closed node, name, text after the name), which together fit into `width` cells.
 
-    The text after the name is the class or the shape, and the tensor to which the node is tied.
+    The text after the name is the module's class or the tensor's shape. For a tied weight, it also names the tensor it is tied to.
     """
     width -= 2 * row.depth + 4
     if row.tensor is None:
@@ -168,7 +168,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """Return the dtype column: a module's mix or a tensor's cast, such as `f32→bf16`, then the layers that share its scale."""
+    """Return the dtype column: a module's mix or a tensor's cast, such as `f32→bf16`, and the layers that share its scale."""
     pieces: list[tuple[str, str]]
     weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
     shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""
@@ -204,7 +204,7 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift of a row's module, or the model's output's drift for the root. Returns None for a tensor."""
+    """Return the drift of a row's module. For the root, it is the drift of the model's output. Returns None for a tensor."""
     if row.tensor is None and not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
     return experiment.results.modules.get(row.name) if row.tensor is None else None
@@ -217,7 +217,7 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return the module's SQNR under the baseline recipe, and the change from this SQNR to the current recipe's."""
+    """Return the module's SQNR under the baseline recipe, and how much the SQNR under the current recipe differs from it."""
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)
@@ -241,7 +241,7 @@ def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
 
 
 def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return the node's score in the dtype that the scan shows, with its heat bar."""
+    """Return the node's score for the dtype that the scan shows, and the score's heat bar."""
     number, drawn, heat = experiment.scan.cell(row.name)
     colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
     return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))

@@ -1,4 +1,4 @@
-"""The rows of the module tree and their order: the rows of open nodes, or the rows that match a filter."""
+"""The rows of the module tree and their order. The rows are those of open nodes or, with a filter, those of matching nodes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
 ORDERS = ("model", "bytes", "drift")
-"""Orders of a node's children: the model's order, by bytes with the largest first, by drift with the worst first."""
+"""Orders in which a node's children can be shown: the model's order, by bytes (largest first), or by drift (worst first)."""
 MOST_MATCHES = 1000
-"""Maximum number of a filter's matches that are shown. Users do not step through more, and matches are computed after every key."""
+"""Maximum number of matches of a filter that are shown. Users do not step through more, and every key computes the matches anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,14 @@ class Row:
 
     @property
     def alias(self) -> bool:
-        """Whether the row is a tensor that is tied to a tensor of another name."""
+        """Whether the row is a tensor that is tied to another tensor, whose name is the canonical one."""
         return self.tensor is not None and self.tensor.name != self.name
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Return names of the nodes that are open at the start: the root to the first node with several children, plus one level."""
+    """Return the names of the nodes that are open at the start: the root to the first node with several children, and one more
+    level.
+    """
     node = tree.root
     opened = {""}
     while len(node.children) == 1 and not node.tensors:
@@ -55,7 +57,7 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]:
-    """Return the rows of all nodes whose ancestors are open. order: one of `ORDERS`."""
+    """Return the rows of all nodes that are visible because every node above them is open. order: one of `ORDERS`."""
     rows: list[Row] = []
     stack: list[tuple[Module, int]] = [(experiment.tree.root, 0)]
     while stack:
@@ -68,7 +70,7 @@ def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]
 
 
 def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
-    """Return the rows of the matching nodes and of their ancestors."""
+    """Return the rows of the nodes that match the filter, and of all nodes above them."""
     shown: set[str] = {""}
     for name in matches:
         while name not in shown:
@@ -85,7 +87,7 @@ def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
 
 
 def matching(tree: Tree, text: str) -> list[str]:
-    """Return the names that contain `text` or match it as a glob, ignoring case. An empty text matches none."""
+    """Return the names of nodes that contain `text` or match it as a glob, ignoring case. An empty text matches no name."""
     if not text:
         return []
     wanted = text.lower()

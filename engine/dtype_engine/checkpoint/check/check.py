@@ -34,7 +34,8 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
 Progress = Callable[[str, int, int], None]
-"""A function that is called with what is being read ("scales" or "values"), the amount read and the total amount."""
+"""A progress callback. Its arguments are what is being read ("scales" or "values"), the amount read so far, and the total amount.
+"""
 _SCALE_PARTS = ("_scale_2", "_global_scale", "_weight_per_tensor_scale", ".nested_absmax")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
 _HEADS = ("lm_head.weight", "embed_out.weight", "output.weight")
@@ -54,7 +55,7 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings.
 
-    against: the checkpoint from which this one was made, whose tensors it should have. values: also read the values of all tensors.
+    against: the source checkpoint, which should have the same tensors. values: whether to read the values of all tensors, too.
     Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
@@ -135,7 +136,7 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of scale tensors that were read, and a finding for each of these tensors that holds invalid scales."""
+    """Return the number of scale tensors that were read, and one finding for each scale tensor that holds invalid scales."""
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
     for weight in weights:
@@ -238,7 +239,7 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of tensors that were read, and a finding for each that holds NaN or infinity, or is constant.
+    """Return the number of tensors that were read, and one finding for each tensor that holds NaN or infinity, or is constant.
 
     weights: names of the weights. Only a weight is reported for being constant.
     """

@@ -37,7 +37,7 @@ _ORPHANS = {
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
     "weight._scale": "weight._data", ".scale_weight": ".weight",
 }  # fmt: skip
-"""Suffixes that only names of parts have, each with the suffix that the name of the codes has instead."""
+"""Maps each suffix that no plain tensor's name has, only that of a weight's part, to the suffix that the name of the codes has."""
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -83,7 +83,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
-    """Return the suffixes of the parts that a weight needs in addition to its codes and scales."""
+    """Return the suffixes of the parts that a weight requires besides its codes and scales."""
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     nvfp4 = codes.dtype == "uint8" and scale.dtype == "float8_e4m3fn"
     if weight.layout is COMPRESSED:
@@ -201,7 +201,7 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield the suffix and the expected shape of each part of a weight other than its codes and scales, if the shape is known."""
+    """Yield (suffix, expected shape) for each part of a weight, except its codes and scales, whose shape is known."""
     if weight.layout is MLX:
         yield "biases", scale
         yield "qbiases", scale

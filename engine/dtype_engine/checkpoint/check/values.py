@@ -51,7 +51,7 @@ def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
     """Count the NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read as values.
 
-    exponents: whether each byte is an exponent of two (E8M0), in which 255 means NaN.
+    exponents: whether each byte is a power of two's exponent (E8M0). The byte 255 then means NaN.
     """
     import numpy as np
 
@@ -80,8 +80,8 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Split floating-point values into magnitudes (codes without the sign bit) and signs, and return the largest magnitude that is
-    not NaN: infinity's or, if the dtype has no infinity, the largest finite one. Returns None for a dtype that is not supported.
+    """Return (magnitudes, signs, largest magnitude but NaN) of floating-point values. A magnitude is a code without its sign bit.
+    The largest is infinity or, if the dtype lacks it, the largest finite value. Returns None for an unsupported dtype.
     """
     import numpy as np
 
@@ -97,7 +97,7 @@ def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
 def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -> tuple[int, bool] | None:
     """Return (number of NaN and infinite values, whether all values are equal). Returns None if the bytes can't be read as values.
 
-    on_bytes: called with the number of bytes of each piece that was read.
+    on_bytes: called after each piece that was read, with the piece's size in bytes.
     """
     import numpy as np
 

@@ -19,7 +19,7 @@ class Pane(VerticalScroll, can_focus=False):
     """A titled box around a text."""
 
     HELP = ""
-    """The explanation of the pane's terms in the help."""
+    """The text by which the help explains the pane's terms."""
 
     DEFAULT_CSS = """
     Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 0 0 1; height: auto;
@@ -62,5 +62,5 @@ class Pane(VerticalScroll, can_focus=False):
 
     @property
     def columns(self) -> int:
-        """The width of the text in cells. One cell is reserved for a scrollbar, so the width does not depend on it."""
+        """The width of the text in cells. A further cell is reserved for a scrollbar, so the width does not depend on one."""
         return max(20, self.size.width - 1)

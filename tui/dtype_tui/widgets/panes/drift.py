@@ -1,4 +1,4 @@
-"""The Drift pane: how far the output is from the float32 reference."""
+"""The Drift pane: how far the model's output is from the float32 reference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LABEL_WIDTH = len("perplexity")
 
 
 class DriftPane(Pane):
-    """Shows how far the output under the current recipe is from the float32 reference."""
+    """Shows how far the model's output under the current recipe is from the float32 reference."""
 
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
@@ -88,7 +88,7 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the lost values before the text, since they are known before the drift, and even if the drift can't be measured."""
+        """Put the lost values before the text: they are known before the drift is, and even if the drift can't be measured."""
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
@@ -99,7 +99,7 @@ class DriftPane(Pane):
         return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
     def _partial(self, partial: PartialDrift, running: bool) -> Table:
-        """Return the figures of a measurement that is running or was stopped."""
+        """Return the drift of a measurement that is still running or was stopped."""
         grid = PlainTable.labelled(gap=1)
         words = extent_text(partial.extent)
         grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
@@ -138,7 +138,7 @@ class DriftPane(Pane):
         return self._with_worst(grid, after)
 
     def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
-        """Add the figures of the output over the inputs in `extent`, next to those of the baseline, if there is one."""
+        """Add the output's metrics over the inputs in `extent`. If there is a baseline recipe, its metrics are next to them."""
         base = self.experiment.baseline
         if base is not None:
             grid.add_row("P", Text(f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}", style="dim"))
@@ -171,9 +171,9 @@ class DriftPane(Pane):
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
 
     def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
-        """Add the modules that drift most, next to their label or, if their names are too long, over the full width of the pane.
+        """Add the modules that drift most: next to their label or, if their names are too long, over the full width of the pane.
 
-        after: rows to add after the modules.
+        after: rows to add after these modules.
         """
         worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
         labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1
@@ -200,7 +200,7 @@ class DriftPane(Pane):
 
 
 def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
-    """Return a figure of the current recipe and, if there is a baseline recipe, the same figure of the baseline."""
+    """Return a metric of the current recipe and, if there is a baseline recipe, the same metric of the baseline."""
     text = Text(words, style=style)
     if baseline is not None:
         text.append(f"  P {baseline}", style="not bold dim")
@@ -208,7 +208,7 @@ def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add the operation that produces infinite or NaN values, and the rule that prevents this and which key applies it."""
+    """Add the operation that produces infinite or NaN values, the rule that prevents them, and the key that applies the rule."""
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)

@@ -1,4 +1,4 @@
-"""The Recipe pane: the rules of the current recipe, and those that decide the node under the cursor."""
+"""The Recipe pane: the current recipe's rules, and which of them decide the dtypes of the node under the cursor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_tui.widgets.panes.base import Pane
 
 
 class RecipePane(Pane):
-    """Shows the rules in order, and which of them decide the node under the cursor."""
+    """Shows the rules in order, and below them which rules decide the dtypes of the node under the cursor."""
 
     HELP = (
         "Rules in the order in which they were made, with the number of tensors that each matches; the last rule that matches "

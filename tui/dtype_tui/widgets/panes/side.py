@@ -1,4 +1,4 @@
-"""The three side panes, one above the other or behind tabs. They draw the experiment and keep no state."""
+"""The three side panes, one above the other or behind tabs. They display the experiment and have no state of their own."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SidePanes(Vertical):
         self._mark()
 
     def next_pane(self) -> None:
-        """Show the next pane, if the terminal is too narrow for all."""
+        """Show the next pane if the terminal is too narrow to show all of them."""
         self._active = (self._active + 1) % len(self.panes)
         self._mark()
 
