@@ -123,7 +123,9 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return each tensor's name after loading with the pattern of its converter (None without a converter), and all converters."""
+    """Return a pair for each tensor: its name after loading, and the pattern of its converter (None if it has no converter). Also
+    return all converters.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
