@@ -35,11 +35,11 @@ _SLACK = 1 << 20
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to `target`; returns the absolute path. Raises UserError if the folder is not empty or
-    can't be created.
+    """Check that an export can be written to `target`. Returns the absolute path of `target`. Raises UserError if the folder is not
+    empty or can't be created.
 
-    force: whether to replace an existing export of this program. Other folders are never replaced, nor is a folder that holds any
-    of the files in `keep`, nor the current working directory.
+    force: whether to replace an existing export of this program. No other folder is ever replaced, no folder with a file of `keep`,
+    and not the current working directory.
     """
     target = target.expanduser().absolute()
     if not target.name:
@@ -134,7 +134,7 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:
-    """Copy the tokenizer and processor files from a checkpoint folder; returns notices of files that were not copied.
+    """Copy the tokenizer and processor files of a checkpoint folder. Returns notices of files that were not copied.
 
     Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the
     Hugging Face cache.

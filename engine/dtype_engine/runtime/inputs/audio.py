@@ -159,7 +159,7 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the spectrogram shape that the configuration specifies, or None if the model accepts samples or no shape is specified."""
+    """Return the spectrogram shape in the configuration, or None if the model accepts samples or no shape is specified."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

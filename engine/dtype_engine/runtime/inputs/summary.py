@@ -46,7 +46,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Return the number of token positions in a call, or None without tokens. A decoder's own tokens, if any, are counted instead."""
+    """Return the number of token positions in a call (in the decoder, if it has its own tokens). Returns None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

@@ -70,7 +70,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one for each matrix, or no group."""
+    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one for each matrix, or none."""
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]
