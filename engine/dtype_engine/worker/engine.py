@@ -39,7 +39,7 @@ class Engine(ABC):
 
     @abstractmethod
     def check_path(self, path: str) -> None:
-        """Emit, at once, an event that says whether the path already exists on the machine that would write to it."""
+        """Emit, at once, an event that says whether a path already exists on the machine that would write a file to it."""
 
     @abstractmethod
     def close(self) -> None:
