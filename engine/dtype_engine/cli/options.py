@@ -208,9 +208,9 @@ _MEASURING = (
 class ModelCommand(click.Command):
     """A command about one model. Its function receives a `RunRequest` as `request`, and the command's other parameters.
 
-    rules, runs, measures: whether the command has, respectively, --cast, --recipe and --preset; the options of a forward pass
-    (device, inputs and settings); the options of a drift measurement. checks_inputs: whether the input files are on this machine,
-    so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
+    rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
+    and settings). measures: whether it has the options of a drift measurement. checks_inputs: whether the input files are on this
+    machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(

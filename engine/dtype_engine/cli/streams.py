@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""The standard streams and their modes, by file descriptor."""
+"""The standard streams and their modes, keyed by file descriptor."""
 _answers: list[TextIO] = []
 """A stack of streams for the answers of the running commands, the innermost last. If it is empty, `sys.stdout` is used."""
 

@@ -134,7 +134,7 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Return patterns for the modules above a tensor that contain only tensors which need the same dtype."""
+        """Return a pattern for each module above a tensor, if all tensors in this module need the same dtype."""
         return [
             generalisations(module)[0]
             for module in ancestors(name)

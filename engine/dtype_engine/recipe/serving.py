@@ -88,7 +88,8 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
     """Explain why no other program can read a weight in a storage format. Returns None if another program can.
 
-    experts: treat experts that the model packs into one tensor as linear layers, as exports and the original files store them.
+    experts: whether to treat experts as linear layers although the model packs them into one tensor. Exports and original files
+    store them as linear layers.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):

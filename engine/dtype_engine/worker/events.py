@@ -78,7 +78,7 @@ class InputsRefused(Event, frozen=True):
 
 
 class OpenFailed(Event, frozen=True):
-    """Reports that the model could not be opened. At most the tree of its headers is available."""
+    """Reports that the model could not be opened. At most the tree from its file headers is available."""
 
     message: str
     classes_follow: bool = False

@@ -53,7 +53,7 @@ class Unsupported:
 
     why: str
     part: Part
-    """"scale" if the target supports the planned dtype but computes different scales."""
+    """"scale" if the target gives the tensors their planned dtype but computes other scales. "" if it gives them another dtype."""
     planned: str
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
@@ -87,7 +87,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tool for which recipes can be converted."""
+    """Another tool for which this program can convert recipes."""
 
     name: str
     matcher: str
@@ -164,9 +164,9 @@ def split(
     """Find the weights that a tool can quantise as planned, and the tensors that it can't give their planned dtype.
 
     The tool quantises the `weight` of modules of certain classes (`kinds`) to certain dtypes (`formats`) and loads everything else
-    in one dtype. by_transformers: whether transformers loads the model. It then keeps in float32 the modules that the model
-    declares. also: a function that returns a further reason why the tool can't quantise a module's weight to a dtype, or None if it
-    can.
+    in one dtype. by_transformers: whether transformers loads the model. It then keeps modules in float32 if the model's code
+    declares this. also: a function that returns a further reason why the tool can't quantise a module's weight to a dtype, or None
+    if it can.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()

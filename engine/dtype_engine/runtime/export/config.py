@@ -14,7 +14,7 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
-    """Return the dtype that `config.json` names: the widest one in the export, in which a loader can hold all values unrounded."""
+    """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded."""
     return dtypes.widest(item.dtype for item in contents.items)
 
 

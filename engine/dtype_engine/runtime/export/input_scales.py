@@ -100,7 +100,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that other programs do not quantise in the way in which they were measured."""
+    """Return notices about activations that other programs quantise in another way than the measurement did."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()
