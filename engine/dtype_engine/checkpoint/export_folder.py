@@ -25,9 +25,10 @@ _MOST_READ = 1 << 16
 
 
 def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
-    """Whether a typed path has something that a save would replace. Raises UserError if nothing can be saved there.
+    """Return whether a save to the typed path would replace something. Raises UserError if nothing can be saved to this path.
 
-    for_export: the path is the folder of an export; otherwise it is a file. source: where the model is; it is never replaced.
+    for_export: whether the path is the folder of an export; otherwise it is a file. source: the model's path, which is never
+    replaced.
     """
     taken, path = is_taken(typed), Path(typed)
     if for_export:
@@ -38,11 +39,11 @@ def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to `target`; returns its absolute path. Raises UserError if it is not empty or can't be
-    made.
+    """Check that an export can be written to `target`. Returns the absolute path of `target`. Raises UserError if the folder is not
+    empty or can't be created.
 
-    force: whether an export of this program in that place is replaced. Nothing else is replaced, nor a folder that holds any of the
-    files `keep`, nor the current folder of the program.
+    force: whether to replace an existing export of this program. No other folder is ever replaced, no folder with a file of `keep`,
+    and not the current working directory.
     """
     target = target.expanduser().absolute()
     if not target.name:

@@ -12,7 +12,7 @@ from dtype_engine.results.as_json import as_json
 
 NO = 1
 _MOST_TENSORS = 10_000
-"""Maximum number of tensors to compare with the architecture by default. This takes seconds, mostly to import torch."""
+"""Maximum number of tensors that are compared with the architecture by default. This takes seconds, mostly to import torch."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)
@@ -23,7 +23,8 @@ _MOST_TENSORS = 10_000
 @click.option(
     "--modules/--no-modules",
     default=None,
-    help="Also compare the tensors with the architecture's modules, which imports torch. Default: up to 10,000 tensors.",
+    help="Also compare the tensors with those of the architecture, which imports torch.  [default: only if there are at "
+    "most 10,000 tensors]",
 )
 @click.option("--sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
 @json_option

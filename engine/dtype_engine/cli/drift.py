@@ -163,7 +163,7 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure the drift of each module when it alone is cast, in this process or by workers. Raises UserError."""
+    """Measure the drift of each module when only it is cast, in this process or by workers. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work
@@ -208,7 +208,7 @@ def _save_measured(session: Session, report: DriftReport, file: Path, force: boo
 
 
 def _generation(text: Generation) -> dict[str, Any]:
-    """Return one generation as JSON: both texts, and the index of the first token that differs (null if none differs)."""
+    """Return the generated texts as JSON: both texts, and the index of the first token that differs, or null if none differs."""
     return {
         "prompt": text.prompt,
         "reference": as_json(text.reference) | {"text": text.reference.text},

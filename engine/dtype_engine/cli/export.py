@@ -43,7 +43,7 @@ _TENSOR_BYTES = 1 << 30
     "--force", is_flag=True, help="Replace an existing FOLDER once the export is complete, but never MODEL itself."
 )
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Maximum size of each weights file.")
-@click.option("--incomplete", is_flag=True, help="Export the tensors that exist although the checkpoint lacks some.")
+@click.option("--incomplete", is_flag=True, help="Export the existing tensors even if the checkpoint lacks some.")
 @json_option
 def export(
     request: RunRequest, folder: Path, force: bool, max_shard_size: str, incomplete: bool, as_object: bool

@@ -67,9 +67,8 @@ def inspect(request: RunRequest, as_object: bool) -> None:
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """How much of the model the files have, and what they lack, a sentence each.
-
-    The index answers it, or the architecture where it is known already or something is missing: importing it takes seconds.
+    """Return how many of the model's tensors the files have, and sentences about what they lack. The index states this. The
+    architecture is used as well if it is needed anyway or something is missing, because its import takes seconds.
     """
     if checkpoint is None:
         return None, ()

@@ -25,14 +25,14 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing f
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Complete MODEL as a path in the shell."""
+    """Make the shell complete MODEL as a path."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
 
 
 class _ClassesDim(click.ParamType["ClassesDim"]):
-    """A dimension such as `1` or `-1`, or a word."""
+    """A click parameter type for a dimension such as `1` or `-1`, or the word `auto` or `none`."""
 
     name = "dimension"
 
@@ -81,7 +81,7 @@ _OPENING = (
 _RUNNING = (
     click.Option(["--device"], default="auto", show_default=True, help="Where to run the model: cpu, cuda or auto."),
     click.Option(
-        ["--random-weights"], is_flag=True, help="Run a model although its files lack weights, which are then random."
+        ["--random-weights"], is_flag=True, help="Run a model even if its files lack weights, which are then random."
     ),
     click.Option(["--prompt", "prompts"], multiple=True, help="A calibration text; may be repeated."),
     click.Option(
@@ -89,7 +89,8 @@ _RUNNING = (
         multiple=True,
         type=_FILE,
         metavar="FILE",
-        help="A calibration text file, or a .jsonl file of objects with text, prompt or messages. It is cut into sequences.",
+        help="A calibration text file, or a .jsonl file in which each line is an object with a 'text', 'prompt' or 'messages' key. "
+        "The text is cut into sequences.",
     ),
     click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
     click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
@@ -133,7 +134,8 @@ _RUNNING = (
         default="auto",
         show_default=True,
         metavar="N|none|auto",
-        help="The dimension of the output that holds the classes of a distribution, or none; auto: as the model's class says.",
+        help="The output dimension over which class probabilities are taken; none: the output is no distribution; auto: infer it "
+        "from the model's Python class and config.",
     ),
 )
 
@@ -208,7 +210,7 @@ class ModelCommand(click.Command):
 
     rules: whether the command has --cast, --recipe and --preset. runs: whether it has the options of a forward pass (device, inputs
     and settings). measures: whether it has the options of a drift measurement. checks_inputs: whether the input files are on this
-    machine and can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
+    machine, so that they can be checked first. The argument MODEL is added unless the command has a parameter named `model`.
     """
 
     def __init__(

@@ -40,7 +40,8 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """Start the workers. Yields them (None to use this process) and a callback `(done, total)` that shows how many parts are done.
+    """Start the workers. Yields the workers, or None for this process, and a callback `(done, total)` that shows how many parts are
+    done.
 
     parts: how many pieces of work there are. private: bytes that each process needs in addition to the mapped checkpoint.
     """

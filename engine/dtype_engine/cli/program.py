@@ -32,7 +32,7 @@ def print_json(value: Any) -> None:
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command on standard output. nl: end it with a newline."""
+    """Print the result of a command on standard output. nl: whether to end it with a newline."""
     click.echo(text, answers(), nl)
 
 
@@ -43,7 +43,7 @@ def print_stderr(line: str) -> None:
 
 
 _step = ""
-"""The latest progress that `say` wrote, if it is still on the screen."""
+"""The progress that `say` wrote last, if it is still on the screen."""
 
 
 def say(step: str) -> None:

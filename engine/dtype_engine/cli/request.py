@@ -62,10 +62,10 @@ class RunRequest:
     def of(
         cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool, checks_inputs: bool = True
     ) -> RunRequest:
-        """Build the request from a command line's values, by parameter name.
+        """Build the request from the values of a command line, keyed by parameter name.
 
-        runs: the options of a forward pass are among the values. checks_inputs: the input files are on this machine. Raises
-        UserError for an invalid rule, preset, recipe file or input file.
+        runs: whether the values include the options of a forward pass. checks_inputs: whether the input files are on this machine.
+        Raises UserError for an invalid rule, preset, recipe file or input file.
         """
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
@@ -88,7 +88,7 @@ class RunRequest:
         return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """Find the model that MODEL names. python_only_by: as in `checkpoint.source.locate`, if a file names MODEL.
+        """Find the model that MODEL names. python_only_by: as in `checkpoint.source.locate`, for a MODEL that is named in a file.
 
         Raises UserError, also for an option that does not apply to such a model.
         """

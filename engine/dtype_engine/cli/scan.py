@@ -61,7 +61,7 @@ def scan_options(function: Function) -> Function:
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="Try the formats that this runtime can mix in one model, not --dtypes. A search then obeys the runtime's limits.",
+            help="Instead of --dtypes, try the formats that this runtime can mix in a model. A search obeys its limits.",
         ),
     ):
         function = option(function)
@@ -84,8 +84,8 @@ class _ScanCommand(ModelCommand):
 @click.option(
     "--shard",
     metavar="3/16",
-    help="Run only this share of the scan, here the third of sixteen, and write it to the file of --save. slurm: read the "
-    "share from a Slurm job array.",
+    help="Run only one shard of the scan (3/16 is the third of sixteen) and write it to the --save file. slurm: read the shard "
+    "from a Slurm job array.",
 )
 @json_option
 def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
@@ -139,7 +139,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
     "candidates",
     type=click.IntRange(min=2),
     metavar="K",
-    help="On the --held-out text, measure the drift of the K recipes nearest to the limit, and choose the best recipe.",
+    help="On the --held-out text, measure the drift of the K recipes nearest to the limit, and choose the best of them.",
 )
 @click.option(
     "--held-out",
@@ -236,7 +236,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
-    """Run one share of a scan, and write it to the file of --save."""
+    """Run one shard of a scan, and write it to the --save file."""
     save = how["save"]
     if save is None:
         raise UserError("--shard needs --save FILE, another file for every shard")
@@ -262,7 +262,7 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only one share of the scan. Returns the session and the scan."""
+    """Open a session and run its scan, or only one shard of the scan. Returns the session and the scan."""
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")
     given = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None

@@ -17,7 +17,7 @@ class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
     name = "duration"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Convert the time to seconds."""
+        """Convert the text to seconds."""
         found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
         if found is None:
             self.fail(f"{printable(value, 40)!r} is not a time: write 90s, 10m or 2h", param, ctx)

@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""The standard streams and their modes, by file descriptor."""
+"""The standard streams and their modes, keyed by file descriptor."""
 _answers: list[TextIO] = []
-"""The streams for the answers of the running commands, the innermost last, or empty to use `sys.stdout`."""
+"""A stack of streams for the answers of the running commands, the innermost last. If it is empty, `sys.stdout` is used."""
 
 
 class ReaderGone(Exception):
@@ -23,8 +23,9 @@ class ReaderGone(Exception):
 
 
 class _StandardOutput(io.FileIO):
-    """A copy of standard output whose write errors are not OSErrors. click ends the program for an OSError, which could also come
-    from a model's own files. After an error it discards all output, because Python flushes the buffer once more at exit.
+    """A copy of standard output whose write errors are not OSErrors, because click ends the program for any OSError and could not
+    tell these from errors in a model's own files. After an error it discards all output, because Python flushes the buffer once
+    more at exit.
     """
 
     def __init__(self) -> None:

@@ -62,5 +62,5 @@ def threshold_options(command: Function) -> Function:
 
 
 def thresholds_from(values: Mapping[str, float | None]) -> Thresholds:
-    """Return the limits from the values of a command's parameters, given by parameter name."""
+    """Return the limits on the drift from the values of a command's parameters, keyed by parameter name."""
     return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"])

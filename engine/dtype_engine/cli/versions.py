@@ -15,7 +15,7 @@ _LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy"
 
 
 def print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
-    """Print the version, with `--verbose` also the versions of the libraries and the hardware, and exit."""
+    """Print the version and exit. With `--verbose`, also print the versions of the libraries and the hardware."""
     if not wanted or context.resilient_parsing:
         return
     if not context.params.get("verbose"):

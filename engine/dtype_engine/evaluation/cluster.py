@@ -15,11 +15,11 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""How many evaluations are submitted at a time for each worker. More than one, so that workers that join later also get some."""
+"""Number of evaluations to submit at a time for each worker. It is above one, so that workers which join later also get some."""
 
 
 class DaskPool:
-    """A context manager for the workers of a scheduler at `tcp://HOST:PORT`, used through `Client.get_executor()`.
+    """A context manager for the workers of a Dask scheduler at `tcp://HOST:PORT`. It uses `Client.get_executor()`.
 
     on_gpu: use only workers that offer a GPU (`--resources GPU=1`). Raises UserError if `distributed` is not installed, no
     scheduler answers, or the scheduler has no suitable workers.

@@ -45,12 +45,12 @@ class _ThisProcess:
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest search for causes, with the outputs of the reference, as long as the model is still cast for that search."""
+    """The latest search for causes, with the reference's outputs. It is kept as long as the model is still cast for that search."""
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Release all open objects, because memory may not hold a second model."""
+        """Release all open objects, because memory may not have room for a second model."""
         self.model = self.attribution = self.export = None
 
 

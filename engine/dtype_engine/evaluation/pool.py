@@ -47,7 +47,7 @@ class Pool(Protocol):
 
 
 class ProcessPool:
-    """A context manager for processes of this machine that each open the model from the mapped files, so that they share its pages.
+    """A context manager for processes on this machine. Each opens the model from the mapped files, so they share the files' pages.
 
     gpus: names of GPUs as in `CUDA_VISIBLE_DEVICES`; each process uses one of them.
     """
@@ -92,7 +92,7 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """Return the start method for processes. This process is never forked, because torch's threads would not survive a fork. On
+    """Return the context that starts processes. It never forks this process, because torch's threads would not survive a fork. On
     Linux a server process that imports torch and computes nothing is forked instead, which saves the seconds of the import and
     shares its pages. The server has one thread, which OpenBLAS (used by numpy) ends before a fork and replaces after it.
     """
@@ -111,7 +111,8 @@ def results(
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
     """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, call `broken()`
-    and submit the unfinished evaluations to a new one. ahead: maximum number of submitted evaluations, for which a pause must wait.
+    and submit the unfinished evaluations to a new one. ahead: maximum number of evaluations that are submitted at once. A pause
+    must wait for all of them.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -154,7 +155,7 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit in memory. Each needs `private` bytes; they share the checkpoint's pages."""
+    """Return how many of `workers` processes fit in memory. Each needs `private` bytes; all share the checkpoint's pages."""
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 

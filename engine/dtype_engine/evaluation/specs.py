@@ -91,7 +91,7 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare some tensors of an export, given by their indexes in its contents. Each result is a problem or None."""
+    """Task: compare the tensors of an export with these indexes in its contents. Each result is a problem or None."""
 
     indexes: tuple[int, ...]
 
@@ -110,7 +110,7 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The result of an evaluation, with the machine, process and versions that computed it."""
+    """The result of an evaluation, and the machine, process and versions with which it was computed."""
 
     value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
@@ -119,7 +119,7 @@ class Evaluated:
     """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The result of `versions` in that process."""
+    """The versions that `reports.versions.versions` returned in that process."""
 
 
 def other_versions(result: Evaluated) -> str:

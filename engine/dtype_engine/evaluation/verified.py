@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` solutions nearest to a limit, according to the session's last scan. Raises UserError, OutOfReach."""
+    """Return the `count` solutions nearest to a limit, predicted by the session's last scan. Raises UserError, OutOfReach."""
     return around(session.front(constraints), budget, max_drift, count)
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.verify.verify import CompareItems
 
 _PIECE, _MOST = 64 << 20, 256
-"""Maximum number of bytes, and maximum number of tensors, of an export that one evaluation compares."""
+"""Maximum numbers of bytes and of tensors of an export that one evaluation compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Over:
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """Return a session's model and inputs as data, which workers open with `threads` threads each. Raises UserError."""
+    """Return a session's model and inputs as data, with which workers open them on `threads` threads each. Raises UserError."""
     weights, inputs = describe(session)
     return Opened(
         model_text(source), portable(replace(session.options, settings=session.settings), threads), weights, inputs
@@ -133,7 +133,7 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """Run `Session.causes` on a pool. The result is the same, to the last bit, for the same number of threads."""
+    """Run `Session.causes` on a pool. With the same number of threads, the result is the same to the last bit."""
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
@@ -151,7 +151,7 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return the function with which `verify` compares tensors on a pool, at most 64 MiB in one evaluation."""
+    """Return the function with which `verify` compares tensors on a pool. One evaluation compares at most 64 MiB."""
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:

@@ -78,7 +78,7 @@ class Workers:
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets if all workers share `threads` (None: torch's default). Raises UserError."""
+        """Return how many threads each worker gets if all workers share `threads`, or torch's default if None. Raises UserError."""
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)

@@ -1,4 +1,4 @@
-"""Recipes: patterns, rules, the tensors that rules select in a model's tree, and the resulting plan."""
+"""Recipes: patterns, rules, the tensors of a model that the rules select, and the resulting plan."""
 
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
 from dtype_engine.recipe.plan import (

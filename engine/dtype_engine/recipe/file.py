@@ -41,7 +41,7 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The only entry of `measured` that is a list: the tensors with values that their cast made infinite or zero."""
+"""The only key of `measured` whose value is a list: the tensors with values that their cast made infinite or zero."""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a file lists under `lost`."""
 _T = TypeVar("_T")
@@ -228,7 +228,7 @@ def _scalar(text: str) -> str:
 
 
 def _figure(value: Figure) -> str:
-    """Return a metric as YAML. A string is quoted if YAML could read it as another type."""
+    """Return a metric as YAML. A string is quoted if YAML could interpret it as another type."""
     if isinstance(value, str):
         return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
     return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()

@@ -9,7 +9,7 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """Describe how a cast of the weights `taken` to `dtype` affects the other members of their fused groups; "" if it does not.
+    """Describe how a cast of the weights `taken` to `dtype` affects the other weights in their fused groups, or return "".
 
     Returns `k_proj, v_proj: new scale` if the scale that they share changes, and `k_proj, v_proj differ: vLLM refuses` if the group
     gets different formats. groups: the model's fused groups. This runs after every key press, so equal groups are examined once.
@@ -50,7 +50,7 @@ def layer_name(name: str) -> str:
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers that share a scale with a weight under a plan, such as `k, v` for `q_proj`, or "" if none does.
+    """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "".
 
     It is called for every row that is drawn, so it examines only the members of the weight's group.
     """
@@ -60,7 +60,7 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Say with which weights runtimes fuse this weight, and whether they accept the plan; "" if they don't fuse it."""
+    """Say with which weights runtimes fuse this weight, and whether they accept the plan. Returns "" if they do not fuse it."""
     group = [member for member in siblings(name) if member in planned]
     if len(group) < 2:
         return ""

@@ -25,7 +25,7 @@ class RuleComparison:
     only_there: tuple[str, ...]
     """Canonical names of the tensors that the rule would match only in the other tool."""
     beyond: int
-    """How many tensors the rule matches here although no pattern of the other tool can affect them."""
+    """How many tensors the rule matches here that no pattern of the other tool can affect."""
     problem: str | None = None
     """Why the pattern misses tensors in the other tool, or None if that is unknown."""
 
@@ -43,8 +43,8 @@ class Lint:
     """How the target matches patterns, in words."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors whose dtype different rules decide here and in the target, although the same rules match: (tensor, the pattern that
-    decides here, the pattern that decides there).
+    """Tensors that the same rules match here and in the target, but whose dtype different rules decide. Each is a triple: the
+    tensor, the pattern that decides here, and the pattern that decides there.
     """
 
     @property
@@ -81,7 +81,7 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return the value of `Lint.overruled`; empty for a target whose patterns have no order of precedence."""
+    """Return the value of `Lint.overruled`. It is empty for a target without an order of precedence among patterns."""
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules

@@ -95,7 +95,7 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return single names, and patterns with layer ranges, such as all layers whose `mlp.down_proj` needs the same dtype."""
+        """Return single names, and patterns with layer ranges, such as all layers whose `mlp.down_proj` needs one dtype."""
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
@@ -134,7 +134,7 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Return patterns for those modules above a tensor in which all tensors need the same dtype."""
+        """Return a pattern for each module above a tensor, if all tensors in this module need the same dtype."""
         return [
             generalisations(module)[0]
             for module in ancestors(name)
@@ -143,9 +143,8 @@ class _Proposals:
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """Map (text before a number, text after it) to the number, for each number in a name and in the names of modules above it.
-
-    Later numbers become `*`: `layers.3.experts.5.w1` gives `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
+    """Return each number in a name and in the names of modules above it, keyed by the pair (text before it, text after it). In the
+    text after it, numbers become `*`: `layers.3.experts.5.w1` has the keys of `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
     """
     numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):
@@ -179,7 +178,7 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 def _choices(names: list[str]) -> str:
-    """Return one pattern for several dotted names, with their common prefix in front: `self_attn.{k_proj,v_proj}`."""
+    """Return one pattern for several dotted names: their common prefix, then choices, as in `self_attn.{k_proj,v_proj}`."""
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):

@@ -98,7 +98,7 @@ class _Piece:
     length: int | None
     """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
-    """How many parts match any number of characters, so that the matcher may backtrack into them."""
+    """How many parts match any number of characters. The matcher may have to backtrack into each of them."""
     choices: float = 1.0
     """An upper bound on the number of combinations of alternatives."""
 
@@ -107,7 +107,7 @@ _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the text from index `at` to its end or, inside braces, to the `,` or `}` after the choice. Also returns the end."""
+    """Translate the text from index `at` to the end or, inside braces, to the next `,` or `}`. Also returns the end's index."""
     pieces: list[_Piece] = []
     while at < len(text):
         character = text[at]

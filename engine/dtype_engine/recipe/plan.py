@@ -25,15 +25,15 @@ class Selection:
     """The modules and tensors that a pattern selects in a tree."""
 
     modules: frozenset[str]
-    """The modules that the pattern matched, without those below another matched module."""
+    """The modules that the pattern matches, except modules below another matched module."""
     tensors: tuple[str, ...]
     """The canonical names of the selected castable tensors, without repeats."""
     uncastable_count: int = 0
-    """How many other selected tensors are never cast: integers, booleans, parts of quantised weights, and non-persistent buffers
-    that the pattern does not name specifically.
+    """How many selected tensors can never be cast: integers, booleans, parts of quantised weights, and non-persistent buffers that
+    the pattern does not name specifically.
     """
     uncastable: str | None = None
-    """The first of them."""
+    """The name of the first selected tensor that can never be cast, or None."""
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -121,7 +121,7 @@ class Plan:
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
-    """Indices of the rules by module class if the classes are still unknown. These rules select nothing yet."""
+    """Indices of the rules by module class, if the classes are still unknown. These rules select nothing until then."""
     too_slow: tuple[int, ...] = field(default=())
     """Indices of the rules that take too long to match. These rules select nothing."""
 
@@ -155,8 +155,8 @@ class Plan:
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The latest plan of each tree. The app plans a rule while it is typed and again when it is applied, and plans a new tree in a
-thread before it shows it. With 90,000 tensors a plan takes 0.1 s, so without this cache a key press would wait for two plans.
+"""The latest plan of each tree, because plans recur: the app plans a rule while it is typed and again when it is applied, and plans
+a new tree in a thread before it shows the tree. With 90,000 tensors, a plan takes 0.1 s, and a key press would wait for two plans.
 """
 
 
@@ -216,14 +216,15 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether a tree built from file names alone can't confirm that every rule selects a tensor. Raises TooSlow."""
+    """Return whether, in a tree built from file names alone, it is uncertain that every rule selects a tensor. Raises TooSlow."""
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     return bool(plan.unmatched or plan.pending_classes)
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe. Raises UserError if rules select nothing, with the reason and a similar name for the first one.
+    """Return the plan of a recipe. Raises UserError if rules select nothing. The error gives the reason, and a similar name, for
+    the first of these rules.
 
     Rules by module class are refused if the tree has no classes, because the modules that they select are then unknown.
     """

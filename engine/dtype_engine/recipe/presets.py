@@ -89,9 +89,9 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
 
 
 def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
-    """Yield rules for linear layers in a block format, experts in `of_experts` if given, and everything else in bfloat16.
+    """Yield rules that cast linear layers to a block format, experts to `of_experts` if it is given, and the rest to bfloat16.
 
-    bfloat16 includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers and
+    The rest includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers and
     convolutional mixers.
     """
     yield Rule("*", "bfloat16")
@@ -169,7 +169,7 @@ def linears(tree: Tree) -> list[str]:
 
 
 def experts(tree: Tree) -> list[str]:
-    """Return patterns that match a mixture's experts: packed into one tensor, or separate modules below `experts`."""
+    """Return patterns that match the experts of a mixture of experts: packed in one tensor, or separate modules below `experts`."""
     inside = [
         name
         for name, module in tree.modules.items()
@@ -192,7 +192,7 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """Return patterns that match the wanted modules: by class if all modules of a class are wanted, by name if only some are."""
+    """Return patterns that match the wanted modules: by class if all modules of the class are wanted, otherwise by name."""
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():
@@ -242,7 +242,7 @@ class PresetEffect:
 
 
 def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
-    """Yield the effect of every preset, in the order of `PRESETS`, one at a time because a very large model takes a while."""
+    """Yield the effect of every preset, in the order of `PRESETS`. On a very large model, each effect takes a while."""
     for preset in PRESETS.values():
         try:
             recipe = preset.recipe(tree)

@@ -61,7 +61,7 @@ def recipe_text(
     """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
     tensors whose casts lose values.
 
-    lost: these tensors if there is no report, or None if they were not determined.
+    lost: the tensors whose casts lose values, if there is no report. None if they were not determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(

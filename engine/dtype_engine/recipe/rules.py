@@ -1,4 +1,4 @@
-"""Rules and recipes. A rule is a pattern and a dtype. A recipe is an ordered list of rules, of which the last match wins."""
+"""Rules and recipes. A rule is a pattern and a dtype. A recipe is an ordered list of rules; the last rule that matches wins."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RecipeHistory:
 
     @property
     def kept(self) -> tuple[tuple[Recipe, ...], int]:
-        """All recipes in order and the index of the current one: the arguments of `of`."""
+        """All recipes in order, and the index of the current one. These are the arguments of `of`."""
         return tuple(self._recipes), self._at
 
     @property

@@ -12,7 +12,7 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Dtypes with a compressed-tensors scheme. compressed-tensors computes MX scales by a single rule, but reads those of any rule."""
+"""Dtypes that compressed-tensors can describe by a scheme. It computes MX scales by a single rule, but reads those of any rule."""
 
 
 def layout(dtype: str) -> str:

@@ -51,7 +51,7 @@ class ServingLint:
 
     @property
     def loads(self) -> bool:
-        """Whether the runtime refuses nothing, as far as these checks can predict."""
+        """Whether the runtime loads the export without refusing a weight, as far as these checks can predict."""
         return not any(finding.effect == "refused" for finding in self.findings)
 
 
@@ -75,7 +75,7 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights that have no public layout, so that an export has them in a layout that only this program reads."""
+    """Report weights without a public layout. An export stores them in a layout that only this program reads."""
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
         if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
@@ -88,7 +88,8 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
     """Explain why no other program can read a weight in a storage format. Returns None if another program can.
 
-    experts: treat experts that the model packs into one tensor as linear layers, as exports and the original files store them.
+    experts: whether to treat experts as linear layers although the model packs them into one tensor. Exports and original files
+    store them as linear layers.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -180,7 +181,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers in which blocks do not divide the outputs of every member. `validate_fp8_block_shape` requires this."""
+    """Report fused layers with a member whose outputs are not divisible into blocks. `validate_fp8_block_shape` requires this."""
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
@@ -194,7 +195,7 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether a format's blocks divide the outputs of every weight in the fused group of `name`; True without a group."""
+    """Return whether a format's blocks divide the outputs of every weight in `name`'s fused group; True without a group."""
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)

@@ -85,7 +85,7 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
 
 
 def _top(drift: DriftReport) -> str:
-    """What the output's distributions are over."""
+    """Return what the output is a distribution over: "token" or "class"."""
     return "token" if drift.sequences.of_tokens else "class"
 
 
@@ -112,7 +112,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with every rule of a plan, the number of tensors that it matches, and the number for which it decides."""
+    """Return the section with a plan's rules: how many tensors each matches, and for how many of them it decides."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -219,7 +219,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with the modules of the model, from the root down to the level that fits in about forty rows."""
+    """Return the section with the modules of the model: from the root, as many levels as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _outline(tree):
@@ -239,7 +239,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """Return the outline's lines: as many levels of the tree as fit, from the root. Numbered modules of one class share a line."""
+    """Return the outline's lines: from the root, as many levels of the tree as fit. Numbered modules of one class share a line."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -251,7 +251,7 @@ def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the lines of the outline one level below a line."""
+    """Return the outline's lines for the modules directly below those of one line."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):

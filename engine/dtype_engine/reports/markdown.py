@@ -42,12 +42,12 @@ def _text(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """One line of text in which nothing is taken for Markdown or HTML."""
+    """Return one line of text with escapes, so that nothing in it is interpreted as Markdown or HTML."""
     return _SPECIAL.sub(r"\\\1", printable(text, len(text)))
 
 
 def code_span(text: str) -> str:
-    """One line of text set as code, whatever characters it holds."""
+    """Return one line of text as Markdown code, whatever characters it contains."""
     text = printable(text, len(text))
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""

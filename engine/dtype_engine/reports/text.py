@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """Return the number of parameters, `-` if all are tied to others, or `> 1.2 M` or `unknown` if packed weights hide theirs."""
+    """Return the number of parameters, or `-` if all are tied to others. `> 1.2 M` and `unknown` mean that packed weights are not
+    counted.
+    """
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
     return "-" if totals.tied and not totals.nbytes else human_count(totals.parameters)
@@ -48,7 +50,7 @@ def mix_text(totals: Totals) -> str:
 
 
 def found_text(coverage: Coverage | None) -> str:
-    """What follows a model's name on the first line: the share of its tensors that its files have, where that is known."""
+    """Return the text that follows a model's name: the share of its tensors that its files have, or "" if that is unknown."""
     return f"; {coverage}" if coverage is not None else ""
 
 
@@ -98,7 +100,7 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Return both continuations of a prompt, and put the first differing token of each in brackets."""
+    """Return both continuations of a prompt. In each of them, the first token that differs is in brackets."""
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -146,7 +148,7 @@ def weights_text(errors: Sequence[WeightError]) -> str:
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
-    """Return one line about the tensors on which no cast was tried."""
+    """Return one line about the tensors that are never cast, and why."""
     if not skipped:
         return ""
     first = skipped[0]

@@ -1,4 +1,4 @@
-"""The check of a checkpoint as text, and as SARIF, which code hosts and editors show beside files."""
+"""Formats the check of a checkpoint as text, and as SARIF, which code hosts and editors show next to files."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dtype_engine.core.version import __version__
 from dtype_engine.results.check import KINDS, CheckReport, Finding
 
 SHOWN = 20
-"""Findings of one kind that text shows."""
+"""Maximum number of findings of one kind in the text."""
 
 
 def check_text(report: CheckReport) -> str:
-    """What was found, kind by kind, with why it matters."""
+    """Return the findings of a check, grouped by kind, with the reason why each kind matters."""
     share = f"; {report.coverage}" if report.coverage is not None else ""
     read = [plural(report.tensors, "header"), plural(report.scales, "tensor") + " of scales"]
     read += [f"the values of {plural(report.values, 'tensor')}"] if report.values is not None else []
@@ -32,7 +32,7 @@ def check_text(report: CheckReport) -> str:
 
 
 def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
-    """The findings by their kind, in the order of `KINDS`."""
+    """Return the findings grouped by kind, in the order of `KINDS`."""
     found: dict[str, list[Finding]] = {kind: [] for kind in KINDS}
     for finding in report.findings:
         found[finding.kind].append(finding)
@@ -40,7 +40,7 @@ def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
 
 
 def check_sarif(report: CheckReport) -> dict[str, Any]:
-    """The findings in SARIF 2.1.0 (OASIS): a rule for each kind, a result for each finding."""
+    """Return the findings in the format SARIF 2.1.0 (OASIS), with a rule for each kind and a result for each finding."""
     kinds = list(by_kind(report))
     rules = [
         {

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""If a part drifts this many times as much as the whole model, its drift is not shown as a share of the model's drift."""
+"""If the drift of a part is this many times the whole model's drift, it is not shown as a share of the whole model's drift."""
 
 
 def extent_text(extent: Extent) -> str:
@@ -30,7 +30,7 @@ def extent_text(extent: Extent) -> str:
 
 def kl_text(output: OutputDrift, extent: Extent) -> str:
     """Return the mean KL in nats with its standard error over positions, as in `1.234e-03 ± 2e-05`. If not all inputs were run, the
-    standard error is that of the estimate for all inputs.
+    error is that of the estimate for all inputs.
     """
     assert output.kl_mean is not None
     error = output.kl_mean_se
@@ -76,7 +76,7 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return lines that say what the drift means and, if the noise floor was measured, the floor and how it was measured."""
+    """Return lines that say what the drift means and, if it was measured, the noise floor and how it was measured."""
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -87,7 +87,7 @@ def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable
 
 
 def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
-    """Return lines that say where values stop being finite, which values cause it, and which rule makes the output finite."""
+    """Return lines that say in which module values stop being finite, why they do, and which rule makes the output finite."""
     lines = [f"not finite {first_sentence(diagnosis)}"]
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
@@ -99,7 +99,7 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """What a remedy does: `the output is finite with it`, or by how much less the output then drifts."""
+    """Return what a remedy achieves: `the output is finite with it`, or by how much less the output then drifts."""
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")

@@ -51,7 +51,7 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """Return the sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" if rounding is the only loss."""
+    """Return the sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" if values were only rounded."""
     lost = severe(losses)
     if not lost:
         return ""
@@ -66,7 +66,7 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors that lose more than by rounding, and one about the rounding."""
+    """Return sentences about the first `most` tensors whose casts do more than round, and one sentence about the mere rounding."""
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
@@ -80,7 +80,7 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors that lose more than by rounding, and the number of further tensors."""
+    """Return a sentence for each of the first `most` tensors whose casts do more than round, and the number of further tensors."""
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
@@ -92,7 +92,7 @@ def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
 
 
 def loss_notice(losses: Sequence[ValueLoss]) -> str:
-    """Return one line about the losses for standard error or a notice, or "" if rounding is the only loss."""
+    """Return one line about the losses for standard error or a notice, or "" if values were only rounded."""
     lost = severe(losses)
     if not lost:
         return ""

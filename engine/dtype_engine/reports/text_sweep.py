@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """Return one line for each recipe, smallest first, with `*` if no other recipe is better, then a plot of drift over bytes."""
+    """Return one line for each recipe, smallest first, then a plot of drift over bytes. `*` marks recipes that none beats."""
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",
@@ -34,7 +34,7 @@ def sweep_text(report: SweepReport) -> str:
 
 
 def _plot(rows: Sequence[SweepRow]) -> list[str]:
-    """Return a plot of drift (upwards, logarithmic) over planned bytes; empty unless two recipes have a finite drift above 0."""
+    """Return a plot of drift (vertical, logarithmic) over planned bytes. It needs two recipes with a finite drift above 0."""
     shown = [row for row in rows if 0 < row.drift < math.inf]
     if len(shown) < 2:
         return []

@@ -14,17 +14,17 @@ size. The rest is a margin for deep models.
 
 
 def near_floor(output: OutputDrift) -> bool:
-    """Return whether a drift is so small that it may be below the noise floor, which is then worth measuring. False if it is 0."""
+    """Return whether a drift above 0 is so small that it may be below the noise floor. Only then is the floor worth measuring."""
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloor:
-    """The drift of the reference from itself, if the same float32 arithmetic is done in another order."""
+    """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
 
     ways: tuple[str, ...]
-    """The ways in which the reference was run again, such as "eager attention" or "batch of two". Each metric is the worst of all
-    ways. If the model can't be run in another way, this is empty and the floor is unknown.
+    """Descriptions of the repeated reference runs, such as "eager attention" or "batch of two". Each metric is the worst of all
+    these runs. Without any, because the model can't be run in another way, the floor is unknown.
     """
     positions: int
     """How many rows of the main output were compared."""
@@ -35,7 +35,7 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift does not exceed the floor, and so is only noise. Compares mean KL if both have one, else SQNR."""
+        """Return whether a drift is at most the floor, and so only noise. Compares mean KL if both have it, otherwise SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -52,12 +52,12 @@ class Contribution:
     modules: int
     """How many modules with weights are in the part."""
     drift: float
-    """The drift of the main output if only this part is cast, in the report's unit; infinity if the output is not finite."""
+    """The drift of the main output if only this part is cast, in the report's unit. It is infinite if the output is not finite."""
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
-    """The SQNR of the part's own output if only this part is cast. The part's inputs are then those of the reference, so this is
-    only its own error. None if the part is not one module with an output to compare.
+    """The SQNR of the part's own output if only this part is cast. The part's inputs then equal the reference's, so the SQNR shows
+    only the part's own error. None if the part is not a single module with an output to compare.
     """
 
 
@@ -76,7 +76,7 @@ class AttributionReport:
     positions: int
     """How many rows of the main output were compared."""
     passes: int
-    """How many forward passes were run. Some of them began only at the first changed module."""
+    """How many forward passes were run. Some passes skipped the modules before the first changed one."""
     seconds: float
     causes: tuple[Contribution, ...]
     """The contributions, the largest first."""
@@ -90,11 +90,11 @@ class NonFiniteDiagnosis:
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]
-    """Which values exceed the range of the dtype: "weight": values of `weights`. "activation": the result of an operation, or an
-    activation that is cast for one. "reference": the float32 reference itself is not finite.
+    """The cause: "weight": values of `weights` exceed the range of the dtype. "activation": the result of an operation, or an
+    activation cast for an operation, exceeds it. "reference": the float32 reference itself is not finite.
     """
     first_module: str
-    """The first module with an output that is not finite although the reference's output is."""
+    """The first module whose output is not finite although the reference's output of this module is finite."""
     module: str
     """The module whose code runs the operation; "" for the model itself."""
     operation: str
@@ -109,13 +109,13 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """Why there is no remedy or, if there is one, where the reference itself is not finite."""
+    """If there is no remedy, the reason. If there is one, a statement where the reference itself is not finite."""
     constant: float | None = None
-    """A number of the model's code that the dtype does not hold: a mask's, infinite in it, or an epsilon, which is zero."""
+    """A constant of the model's code that the dtype can't hold: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None
     """The drift of the main output without the remedy."""
     after: OutputDrift | None = None
-    """The drift with it, over the same inputs; None where there is no remedy."""
+    """The drift of the main output with the remedy, over the same inputs, or None if there is no remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the check of a checkpoint found, as plain data, and why each kind of finding matters."""
+"""The findings of a checkpoint check, as plain data, and why each kind of finding matters."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Kind:
 
     title: str
     why: str
-    """Why it matters, a sentence."""
+    """A sentence that says why findings of this kind matter."""
     seen: tuple[str, ...] = ()
-    """Public issues about published checkpoints or loaders with it, as owner/repository#number."""
+    """Public issues about published checkpoints or loaders with this problem, as owner/repository#number."""
 
 
 KINDS: dict[str, Kind] = {
@@ -112,39 +112,39 @@ KINDS: dict[str, Kind] = {
         "They are no parts of quantised weights, so nothing of the source became them.",
     ),
 }
-"""By the name that a finding has in JSON and SARIF."""
+"""All kinds of findings, keyed by the names that they have in JSON and SARIF."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong with a checkpoint."""
+    """One problem in a checkpoint."""
 
     kind: str
-    """A name of `KINDS`."""
+    """The name of the kind: a key of `KINDS`."""
     tensor: str
-    """The tensor, or the file or the field of config.json, that it is about."""
+    """The name of the tensor, the file or the field of config.json with the problem."""
     what: str
-    """What is wrong, as it follows the name."""
+    """The problem, in words that follow the name in `tensor`."""
     file: str = ""
-    """The name of the file in which it is."""
+    """The name of the file that contains the problem."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What a check found and what it looked at."""
+    """The findings of a check, and what the check examined."""
 
     model: str
     tensors: int
     files: int
     scales: int
-    """How many tensors of scales were read."""
+    """How many scale tensors were read."""
     values: int | None
-    """How many tensors' values were read; None where that was not asked for."""
+    """How many tensors had their values read, or None if the user did not request that."""
     seconds: float
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...] = ()
-    """What was not checked, a sentence each."""
+    """Sentences that say what was not checked."""
     against: str | None = None
-    """The checkpoint that it was compared with."""
+    """The checkpoint with which this one was compared."""
     coverage: Coverage | None = None
-    """How many tensors of the architecture, or of the index, the files have; None where neither is known."""
+    """How many tensors of the architecture, or of the index, the files have. None if neither is known."""

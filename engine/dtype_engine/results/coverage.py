@@ -1,4 +1,4 @@
-"""How much of a model was found in its files."""
+"""How many of a model's tensors its files contain."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from dtype_engine.core.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many tensors of a model, or of an index, the files have."""
+    """How many of the tensors that a model or an index lists are in the files."""
 
     expected: int
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    """Tensors of the files that the model has no place for."""
+    """The tensors of the files for which the model has no place."""
 
     @property
     def found(self) -> int:
-        """How many of the expected tensors the files have."""
+        """How many of the expected tensors are in the files."""
         return self.expected - len(self.missing)
 
     def __str__(self) -> str:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """What was not found and what has no place in `model`, a sentence each; () where there is neither."""
+        """Return sentences about the tensors that the files lack, and those for which `model` has no place; () without any."""
         said = []
         if self.missing:
             said.append(
@@ -41,6 +41,6 @@ class Coverage:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """The first part of all these names and its dot; "" where they have several first parts."""
+    """Return the first part of all names, up to and including the dot, or "" if the names have different first parts."""
     firsts = {name.partition(".")[0] for name in names if "." in name}
     return f"{firsts.pop()}." if len(firsts) == 1 and all("." in name for name in names) else ""

@@ -21,30 +21,32 @@ from dtype_engine.results.memory import MemoryStats
 class OutputDrift:
     """How far the main output is from the reference, over all its elements, computed in float64.
 
-    c is the candidate's output, r the reference's; q and p are their distributions. `_se` is the standard error of a mean over
-    positions; percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need 100 positions. `runtime/numerics/compare/metrics.py` says
-    how each metric is computed, and by whose definition.
+    c is the candidate's output and r the reference's. q is the candidate's distribution over classes at a position, and p the
+    reference's. `_se` is the standard error of a mean over positions. Percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need
+    100 positions. `runtime/numerics/compare/metrics.py` says how each metric is computed, and by whose definition.
     """
 
     elements: int
     """How many elements the output has."""
     mean_abs: float
-    """Mean |c - r|, in the output's own unit."""
+    """The mean absolute difference of the two outputs, in the output's own unit."""
     max_abs: float
-    """Largest |c - r|, in the output's own unit."""
+    """The largest absolute difference of the two outputs, in the output's own unit."""
     rel_l2: float
-    """‖c - r‖ / ‖r‖."""
+    """The relative L2 error, ‖c - r‖ / ‖r‖. c is the candidate's output, r the reference's."""
     sqnr_db: float
-    """20 log10(‖r‖ / ‖c - r‖), decibels; infinity if c equals r."""
+    """20 log10(‖r‖ / ‖c - r‖) in decibels: the reference r over the error. Infinity if the candidate c equals r."""
     cosine: float
-    """r·c / (‖r‖ ‖c‖)."""
+    """The cosine similarity of the two outputs, r·c / (‖r‖ ‖c‖)."""
     nonfinite: int
-    """The number of elements of c that are not finite and differ from r."""
+    """The number of elements of the candidate's output that are not finite and differ from the reference's."""
 
     # The fields below are set where the output holds a distribution at each position: p is the reference's, q the candidate's.
     positions: int | None = None
     kl_mean: float | None = None
-    """The mean of KL(p ‖ q) = Σ p log(p / q). All `kl_` fields are in nats per position."""
+    """The mean of KL(p ‖ q) = Σ p log(p / q) over positions; p is the reference's distribution, q the candidate's. All `kl_` fields
+    are in nats per position.
+    """
     kl_mean_se: float | None = None
     kl_median: float | None = None
     kl_p95: float | None = None
@@ -52,24 +54,26 @@ class OutputDrift:
     kl_p999: float | None = None
     kl_max: float | None = None
     top1_agreement: float | None = None
-    """The share of positions (0 to 1) at which p and q have the same most likely class."""
+    """The share of positions (0 to 1) at which the candidate and the reference have the same most likely class."""
     top1_agreement_se: float | None = None
 
     # The fields below are set where the next token of the text is known.
     scored_tokens: int | None = None
     """How many positions have a known next token."""
     dp_mean: float | None = None
-    """The mean of q - p at the next token. All `dp_` fields are about this difference, which is between -1 and 1."""
+    """The mean of q - p: the probability of the actual next token under the candidate, minus that under the reference. All `dp_`
+    fields are about this difference, which is between -1 and 1.
+    """
     dp_mean_se: float | None = None
     dp_rms: float | None = None
     dp_p1: float | None = None
     dp_p99: float | None = None
     perplexity_reference: float | None = None
-    """exp of the mean of -log p at the next token."""
+    """exp of the mean of -log p, with p as the reference's probability of the actual next token."""
     perplexity_candidate: float | None = None
-    """exp of the mean of -log q at the next token."""
+    """exp of the mean of -log q, with q as the candidate's probability of the actual next token."""
     log_ratio: float | None = None
-    """The mean of log p - log q at the next token in nats, which is log(perplexity_candidate / perplexity_reference)."""
+    """log(perplexity_candidate / perplexity_reference) in nats. This is the mean of log p - log q for the actual next token."""
     log_ratio_se: float | None = None
 
     # The other figures that `llama-perplexity --kl-divergence` prints.
@@ -94,7 +98,7 @@ class OutputDrift:
     perplexity_reference_se: float | None = None
     perplexity_candidate_se: float | None = None
     perplexity_correlation: float | None = None
-    """Pearson's correlation between -log p and -log q at the next tokens."""
+    """Pearson's correlation of -log p and -log q, the two models' losses on the actual next tokens."""
     perplexity_ratio: float | None = None
     """perplexity_candidate / perplexity_reference."""
     perplexity_ratio_se: float | None = None
@@ -103,7 +107,7 @@ class OutputDrift:
     perplexity_difference_se: float | None = None
 
     nonfinite_reference: int = 0
-    """The number of elements of r that are NaN or +infinity. -infinity is not counted, because masks contain it."""
+    """The number of elements of the reference's output that are NaN or +infinity. -infinity is not counted, since masks have it."""
 
     @property
     def kl_tail(self) -> dict[str, float]:
@@ -126,8 +130,8 @@ class ModuleDrift:
 
     name: str
     sqnr_db: float | None
-    """SQNR in decibels: infinity if the outputs are equal, or None if they can't be compared element by element, as for an expert
-    that got other tokens than in the reference.
+    """SQNR in decibels: infinity if the outputs are equal. None if they can't be compared element by element, for example because
+    an expert got other tokens than in the reference.
     """
     max_abs: float
     """The largest absolute difference from the reference's output, in the output's own unit."""
@@ -136,7 +140,7 @@ class ModuleDrift:
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
-    """Return by how many dB the SQNR of `one` exceeds that of `other`, or None if one of them is not finite."""
+    """Return how many dB the SQNR of `one` is above the SQNR of `other`, or None if either is not finite."""
     if one.sqnr_db is None or other.sqnr_db is None:
         return None
     gain = one.sqnr_db - other.sqnr_db
@@ -144,10 +148,9 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Return the modules whose outputs differ from the reference, the worst first: by the number of values that are not finite,
-    then by the lowest SQNR.
-
-    A module that only returns the output of a module inside it, as an MLP returns that of its last projection, is left out.
+    """Return the modules whose outputs differ from the reference, the worst first. Modules are ordered by the number of non-finite
+    values, then by SQNR. A module that only returns the output of a module inside it, as an MLP returns that of its last
+    projection, is left out.
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -171,12 +174,12 @@ class ImplicitCastStats:
     operation: str
     source: str
     target: str
-    """The dtype of the computation; a storage dtype if an activation was rounded to it (the setting `quantize_activations`)."""
+    """The dtype of the computation, or the storage dtype to which the setting `quantize_activations` rounded an activation."""
     elements: int
     """How many elements were cast, over all `count` casts."""
     count: int
     torch_raises: bool
-    """Whether plain torch refuses this operation with mixed dtypes, so that it works only under this program's rules."""
+    """Whether plain torch refuses this operation on mixed dtypes. It then works only because this program converts the inputs."""
 
     @property
     def in_torch(self) -> str:
@@ -193,7 +196,7 @@ class Seconds:
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """Whether the unchanged beginning of the candidate was not run again, so that its time is not that of a whole pass."""
+    """Whether the candidate's unchanged first modules were not run again. Its time is then shorter than that of a whole pass."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +218,7 @@ class Extent:
     rel_l2_error: float | None = 0.0
     kl_error: float | None = None
     left_out: int = 0
-    """Positions that a mask leaves out as padding; they are in no figure."""
+    """The number of positions that a mask marks as padding. No metric includes them."""
 
     @property
     def whole(self) -> bool:
@@ -229,7 +232,7 @@ class Extent:
 
     @property
     def left_out_text(self) -> str:
-        """`; 6 padding positions left out`; nothing where there are none."""
+        """The text `; 6 padding positions left out`, or "" if none are left out."""
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
@@ -276,14 +279,14 @@ class DriftReport:
     sequences: Extent
     """How much of the inputs `output` covers."""
     modules_sequences: int
-    """How many sequences the metrics of `modules` cover: about a sixth of the inputs, the first sequence among them, or all."""
+    """How many sequences the metrics of `modules` cover: all, or about a sixth of the inputs, which includes the first sequence."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose casts lose values."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` of the measurement."""
     coverage: Coverage | None = None
-    """How many tensors of the model its files have; None for a model without a checkpoint."""
+    """How many tensors of the model its files have, or None for a model without a checkpoint."""
 
     @property
     def weights_only(self) -> bool:
@@ -308,9 +311,9 @@ SQUARED = "relative squared error"
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
     """Return the unit of the single metric by which drifts are ranked.
 
-    classes_dim: which dimension of the main output, from 0, holds the logits of a distribution; None for no distribution.
-    dimensions: how many dimensions the main output has. Of three or more, each token has a distribution if the last one holds the
-    logits, and each pixel if another one does.
+    classes_dim: the index of the main output's dimension that holds the logits of a distribution, or None for no distribution.
+    dimensions: the number of dimensions. In an output with three or more, logits in the last dimension mean one distribution for
+    each token, and logits in another dimension one for each pixel.
     """
     if classes_dim is None:
         return SQUARED
@@ -320,8 +323,8 @@ def unit_for(classes_dim: int | None, dimensions: int) -> str:
 
 
 def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Return whether `one` drifts less than `other`. It does if it has fewer non-finite values or, for an equal number, a smaller
-    mean KL (or a smaller relative L2 error if there is no KL).
+    """Return whether `one` drifts less than `other`: it has fewer non-finite values or, if the numbers are equal, a smaller mean
+    KL. Without KL, the relative L2 error decides.
     """
     if one.nonfinite != other.nonfinite:
         return one.nonfinite < other.nonfinite

@@ -35,7 +35,7 @@ class ExportReport:
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose casts lose values."""
     coverage: Coverage | None = None
-    """How many tensors of the model, or of the index, the source has; None where neither is known."""
+    """How many tensors of the model, or of the index, the source has. None if neither is known."""
 
 
 @dataclass(frozen=True, slots=True)

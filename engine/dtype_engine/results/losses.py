@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from dtype_engine.core import dtypes
 
 ROUNDING_SHARE = 0.01
-"""Values that become zero in a floating-point dtype count as rounding if they are less than this share of the tensor."""
+"""If the share of a tensor's values that become zero in a floating-point dtype is below this, the loss counts as rounding."""
 ROUNDING_SHARE_OF_INTEGERS = 0.5
-"""`ROUNDING_SHARE` for integers and for floats of less than 8 bits, in which all values under half a step become zero: of normally
-distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
+"""`ROUNDING_SHARE` for integers and for floats of less than 8 bits, in which all values under half a step become zero. Of normally
+distributed values, these are 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
 """
 
 
@@ -39,7 +39,7 @@ class ValueLoss:
     elements: int
     """The number of elements of the tensor."""
     channels: int = 0
-    """The number of output channels (first dimension; a vector is one channel) in which only the cast made all values zero."""
+    """The number of output channels (first dimension; a vector is one channel) whose values the cast made all zero."""
     saturated: int = 0
     """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""
     nonfinite: int = 0
@@ -61,6 +61,6 @@ class ValueLoss:
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """Return the losses that are more than rounding, by share of overflowed values, then of vanished values, largest first."""
+    """Return the losses that are more than rounding, sorted by the share of overflowed, then of vanished values, largest first."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

@@ -38,13 +38,13 @@ def cosine_at(sqnr_db: float) -> float:
 
 
 KL_FLOATS = 2.5e-5
-"""The mean KL of float16 from bfloat16; 99.74 % of the positions have the same top token."""
+"""The mean KL between float16 and bfloat16 models. At 99.74 % of the positions, both have the same most likely token."""
 KL_Q8 = 1.355e-3
-"""The mean KL of q8_0 from float16; 97.67 % of the positions have the same top token."""
+"""The mean KL between q8_0 and float16 models. At 97.67 % of the positions, both have the same most likely token."""
 KL_Q4 = 3.127e-2
-"""The mean KL of q4_K_M from float16; 91.90 % of the positions have the same top token."""
+"""The mean KL between q4_K_M and float16 models. At 91.90 % of the positions, both have the same most likely token."""
 KL_Q2 = 0.4451
-"""The mean KL of q2_K from float16; 71.14 % of the positions have the same top token, and the perplexity is 1.56 times as high."""
+"""The mean KL between q2_K and float16 models. At 71.14 % of the positions, both have the same most likely token."""
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
@@ -61,7 +61,7 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
     (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
-"""For each limit, the word for a drift up to it, and a comparison with known drifts. The list for KL has the same form."""
+"""For each lower limit, the word for a drift that meets it, and a comparison with known drifts. `_KL` has upper limits."""
 
 HELP = (
     "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
@@ -87,7 +87,7 @@ class Meaning:
 
 
 def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Describe the modules of an output that is identical to the reference's."""
+    """Describe how the modules drift whose model's output is identical to the reference's."""
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"
@@ -98,8 +98,8 @@ def _beneath(modules: Iterable[ModuleDrift]) -> str:
 
 
 def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
-    """Judge a drift. floor: the noise floor over the same inputs; None if it is not known. modules: the figures of modules, which
-    may drift although the output does not, for example before a saturated softmax.
+    """Return the word for a drift, with the reason. floor: the noise floor over the same inputs, or None if it is unknown. modules:
+    metrics of modules, which may drift although the output does not, for example before a saturated softmax.
     """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")

@@ -28,7 +28,7 @@ class WeightScore:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much every castable weight matters in each of several dtypes. The score is 0 in a dtype as wide as the reference's."""
+    """How much drift every castable weight causes in each of several dtypes. It is 0 in a dtype as wide as the reference's."""
 
     model: str
     device: str
@@ -74,7 +74,7 @@ class ScanReport:
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
-        """Return, for each dtype, the sum of all weights' scores in it, and the dtype's name, with the smallest sum first."""
+        """Return, for each dtype, the sum of all weights' scores and the dtype's name. The smallest sum comes first."""
         scores: dict[str, list[float]] = {}
         for weight in self.weights:
             scores.setdefault(weight.dtype, []).append(weight.score)
@@ -83,7 +83,7 @@ class ScanReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The drift that a scan predicts for a recipe: the sum of its weights' scores. Actual errors need not add up in this way."""
+    """The drift that a scan predicts for a recipe: the sum of its weights' scores. Actual drifts need not add up in this way."""
 
     value: float
     unit: str

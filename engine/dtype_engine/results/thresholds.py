@@ -18,7 +18,7 @@ class Thresholds:
     min_sqnr: float | None = None
     """The minimum SQNR of the main output, in dB."""
     min_top1: float | None = None
-    """The minimum share (0 to 1) of positions with the same most likely class."""
+    """The minimum share (0 to 1) of positions at which candidate and reference have the same most likely class."""
 
     def __bool__(self) -> bool:
         return any(limit is not None for limit in (self.max_kl, self.min_sqnr, self.min_top1))
@@ -26,7 +26,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a drift meets one limit. It does not if the output lacks the metric or is not finite."""
+    """Whether a drift meets one limit. It does not meet the limit if the output lacks the metric or is not finite."""
 
     name: str
     """The name of the limit in `Thresholds`."""

@@ -44,7 +44,7 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """Constraints and a budget in bytes, with the lines in which the user typed them."""
+    """The constraints and the budget in bytes for a search, with the lines that the user typed for them."""
 
     constraints: Constraints = field(default_factory=Constraints)
     budget: int | None = None

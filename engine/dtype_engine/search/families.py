@@ -16,9 +16,9 @@ FAMILIES = {
     "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
     "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
 }
-"""The dtypes from which a search for each runtime may choose. vLLM reads a separate layout for each layer (`recipe.serving`).
-SGLang reads one layout for the whole checkpoint, so it has only two fp8 formats, which share a layout. For llama.cpp only the
-formats that `recipe convert` can write exactly are listed.
+"""The dtypes from which a search may choose, for each runtime. vLLM reads a separate layout for each layer (`recipe.serving`).
+SGLang reads one layout for the whole checkpoint, so it has only the two fp8 formats that share a layout. llama.cpp has only the
+formats that `recipe convert` can write exactly.
 """
 FUSING = ("vllm", "sglang")
 """The runtimes that fuse sibling layers, such as q, k and v, into one."""

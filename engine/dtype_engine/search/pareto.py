@@ -53,10 +53,10 @@ class Constraints:
     groups: tuple[str, ...] = ()
     """Patterns whose matches under one parent module must have the same dtype, such as `*.{q,k,v}_proj` for three weights."""
     dtypes: tuple[str, ...] = ()
-    """The dtypes that are allowed in addition to the stored dtype; empty to allow all scanned dtypes."""
+    """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Pairs of a pattern and the dtypes that are allowed for its matches. The last pattern that matches a weight decides. Norms,
-    biases and routers (`stays_wide`) get a dtype with scales only if such a pattern matches them.
+    """Pairs of a pattern and the dtypes that it allows for the weights it matches. The last pattern that matches a weight decides.
+    Norms, biases and routers (`stays_wide`) get a dtype with scales only if one of these patterns matches them.
     """
 
 
@@ -133,7 +133,7 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return groups of weights that must have the same dtype, mostly of one weight. Groups that share a weight are merged."""
+    """Return groups of weights that must have the same dtype. Most have one weight. Groups with a weight in common are merged."""
     leader = {name: name for name in weights}
 
     def find(name: str) -> str:
@@ -161,7 +161,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices, sorted by bytes, without those that are no better than another. Of equals, the wider dtype is kept."""
+    """Return the choices, sorted by bytes, without those that another choice beats. Of equal choices, the wider dtype is kept."""
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:
@@ -221,7 +221,7 @@ class ParetoFront:
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
-        """Return the smallest solution with a score of at most `most`, or None if even the lowest possible score is higher."""
+        """Return the smallest solution with a score of at most `most`, or None if the lowest possible score is above `most`."""
         index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if index == len(self.points):
             return None

@@ -78,8 +78,8 @@ class Ranked:
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Return the weights that may cause drift in `dtype`, or in any dtype if None, with the highest scores first. per_byte: rank by
-    score per saved byte instead; weights that save nothing come last.
+    """Return the weights that may cause drift in `dtype` (if None, in any dtype), with the highest scores first. per_byte: rank by
+    score per saved byte instead; weights that save nothing then come last.
     """
     rows = [
         Ranked(score, tree.tensors[score.name].nbytes - score.bytes)

@@ -7,9 +7,8 @@ from dtype_engine.search.pareto import ParetoFront, Solution
 
 
 def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """Return the solution with the lowest predicted drift in at most `budget` bytes, or the smallest with at most `max_drift`.
-
-    Raises UserError unless exactly one limit is given, and OutOfReach if no solution meets it.
+    """Return the solution with the lowest predicted drift in at most `budget` bytes, or the smallest solution with a predicted
+    drift of at most `max_drift`. Raises UserError unless exactly one limit is given, and OutOfReach if no solution meets it.
     """
     if (budget is None) == (max_drift is None):
         raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")

@@ -1,4 +1,4 @@
-"""Checks the values in events from another process, because the app divides by some values and uses others as keys."""
+"""Checks the values in events from another process. Otherwise, the app might divide by them or use them as keys and fail."""
 
 from __future__ import annotations
 

@@ -60,8 +60,8 @@ class Pause(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones or, with a name, only the commands with that name. The recipe stays the
-    same, and the next command completes its casts.
+    """Stop the running command and drop the waiting ones. With a name, stop or drop only the commands with this name. The recipe
+    stays the same, and the next command completes its casts.
     """
 
     name: str | None = None
@@ -101,9 +101,9 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Whether to count lost values, if there is no live model, however many bytes must be read."""
+    """Whether to count lost values although there is no live model, however many bytes of the files must be read."""
     in_full: bool = False
-    """Whether to run all inputs and compare modules' outputs over all of them. A running measurement is extended to that."""
+    """Whether to run all inputs and compare modules over all of them. A measurement that is running is extended to this."""
 
 
 class ApplyRecipe(Command, frozen=True):
@@ -114,7 +114,7 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class FollowUp(Command, frozen=True):
-    """A later part of a measurement. The user sees both as one measurement."""
+    """A later part of a measurement. The user sees the measurement and this part as one."""
 
     rank = 2
 
@@ -135,7 +135,7 @@ class FindLossRemedy(FollowUp, frozen=True):
 
 
 class CountStoredLosses(FollowUp, frozen=True):
-    """Count the values that the casts lose by reading the files, if there is no live model."""
+    """If there is no live model, read the files to count the values that the casts lose."""
 
     name = "losses"
     needs_model = False
@@ -168,7 +168,7 @@ class MeasureSpeed(Command, frozen=True):
 
 
 class CheckFiles(Command, frozen=True):
-    """Check the files of the model for what is wrong with them."""
+    """Check the files of the model for problems."""
 
     name = "check"
     needs_model = False
@@ -182,7 +182,7 @@ class Generate(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume the scan. A newer recipe interrupts it to be measured."""
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan. To measure a newer recipe, it is interrupted."""
 
     name = "scan"
     dtypes: tuple[str, ...]
@@ -191,14 +191,14 @@ class Scan(Command, frozen=True):
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure these recipes, none of which becomes the current one. A newer recipe interrupts this command to be measured."""
+    """Measure these recipes without making any of them the current one. To measure a newer recipe, this is interrupted."""
 
     name = "recipes"
     recipes: tuple[Recipe, ...]
 
 
 class InspectWeight(Command, frozen=True):
-    """Read one tensor's values, and report their exponents and the error of a cast to each target dtype."""
+    """Read one tensor's values. Report their exponents, and the error of a cast to each target dtype."""
 
     name = "values"
     once = False

@@ -67,7 +67,7 @@ class EngineCommand:
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Start the engine. session: its token of letters and digits. attended: a password prompt is possible. Raises UserError."""
+        """Start the engine. session: the engine's token. attended: whether a password prompt can be answered. Raises UserError."""
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
             return start_process([word.replace(SESSION, session) for word in arguments], own_group=not attended)
@@ -81,7 +81,7 @@ def new_session() -> str:
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process with pipes for all three streams. own_group: protect it from the terminal's signals. Raises OSError."""
+    """Start a process with pipes for all streams. own_group: whether to protect it from the terminal's signals. Raises OSError."""
     return subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,
@@ -196,7 +196,7 @@ class Connection:
         self._process.kill()
 
     def end(self, seconds: float) -> int:
-        """Close the engine's input, wait up to `seconds`, then kill it. Returns the exit status, or minus the signal's number."""
+        """Close the engine's input, wait up to `seconds`, then kill it. Returns its exit status, or -n if signal n ended it."""
         self._outgoing.put(None)
         try:
             status = self._process.wait(seconds)

@@ -35,7 +35,7 @@ class Open(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """The app's first message after it has reconnected to an engine."""
+    """The app's first message when it has connected to a running engine again."""
 
     received: int
     """How many events the app has received from this engine."""

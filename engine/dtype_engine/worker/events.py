@@ -3,8 +3,8 @@
 Events come in order, from the worker's threads. An event about a recipe contains that recipe, so that a pane can ignore events
 about any recipe but the current one.
 
-Annotations name classes of `dtype_engine.results` in full without importing them: making data classes takes milliseconds, and the
-first paint needs none of them. `messages.py` imports them, because msgspec looks them up there.
+Annotations name classes of `dtype_engine.results` in full without importing them, because creating data classes takes milliseconds
+and the first paint needs none. `messages.py` imports these classes, because msgspec looks them up there.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LoadingProgress(Event, frozen=True):
 
 
 class HeadersRead(Event, frozen=True):
-    """Reports that all headers of the checkpoint are read. `tree` replaces the tree that the app has built from some of them."""
+    """Reports that all headers of the checkpoint are read. `tree` replaces the tree that the app built from the first headers."""
 
     tree: Tree
     notices: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class InputsRefused(Event, frozen=True):
 
 
 class OpenFailed(Event, frozen=True):
-    """Reports that the model could not be opened. At most the tree of its headers is available."""
+    """Reports that the model could not be opened. At most the tree from its file headers is available."""
 
     message: str
     classes_follow: bool = False
@@ -111,7 +111,7 @@ class LossRemedyFound(Event, frozen=True):
 
 
 class MeasuringProgress(Event, frozen=True):
-    """Reports that a measurement is running. `done` of `total` elements of the inputs are done, counted over all its passes."""
+    """Reports that a measurement has processed `done` of `total` elements of the inputs, counted over all its passes."""
 
     recipe: Recipe
     run: str
@@ -138,7 +138,7 @@ class ModulesMeasured(Event, frozen=True):
 
 
 class OutputMeasured(Event, frozen=True):
-    """Reports the main output's drift over the sequences that a running measurement has completed, and its settings."""
+    """Reports the main output's drift over the sequences that a running measurement has completed, and its `settings`."""
 
     recipe: Recipe
     settings: RunSettings
@@ -195,7 +195,7 @@ class SpeedMeasured(Event, frozen=True):
 
 
 class FilesChecked(Event, frozen=True):
-    """What is wrong with the files of the model, as asked for."""
+    """Reports the findings of a check of the model's files: the answer to `CheckFiles`."""
 
     recipe: Recipe
     report: dtype_engine.results.check.CheckReport
@@ -287,7 +287,7 @@ class Refused(Event, frozen=True):
     """Reports that a command can't be run, or that it failed. Earlier metrics stay valid."""
 
     job: JobName
-    """The name of the command, or of the later part of a measurement, that was refused or failed."""
+    """The name of the command, or of the later part of a measurement, that could not be run or failed."""
     message: str
 
 
@@ -302,7 +302,7 @@ class Stopped(Event, frozen=True):
 
 
 class Jobs(Event, frozen=True):
-    """Reports the running command ("" if none is) and the waiting commands in order. It is emitted when one of these changes."""
+    """Reports the running command ("" if none is running) and the waiting commands in order. It is emitted on every change."""
 
     running: JobName | Literal[""]
     waiting: tuple[JobName, ...]
@@ -350,7 +350,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the opening of the model has ended, successfully or not, so that no more long-lived objects are created."""
+    """Return whether the opening of the model has ended, successfully or not. No long-lived objects are created afterwards."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

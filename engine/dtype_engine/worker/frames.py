@@ -17,7 +17,7 @@ class WireError(Exception):
 
 
 class FrameReader:
-    """Reads the messages of a stream. read(n): returns up to n bytes as soon as any arrive, and no bytes at the end."""
+    """Reads the messages of a stream. read(n): returns up to n bytes as soon as any arrive, or no bytes at the stream's end."""
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -41,7 +41,7 @@ class FrameReader:
         return True
 
     def next(self) -> bytes | None:
-        """Return the next message, or None at the end. Raises WireError."""
+        """Return the next message, or None at the end of the stream. Raises WireError."""
         size = self._exactly(4)
         if size is None:
             return None
@@ -78,7 +78,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages. write: writes all of its bytes, and raises OSError if the other process is gone."""
+    """Writes messages. write: a function that writes all bytes it gets, and raises OSError if the other process is gone."""
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
         self._write = write

@@ -1,4 +1,4 @@
-"""Runs work with many independent parts (scans, causes, several recipes) on workers if the user wants them, else in this engine."""
+"""Runs work with many independent parts (scans, causes, several recipes), on workers if requested, otherwise in this engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ManyRuns:
         self._emit = emit
         self._workers: Workers | None = None
         self._measuring: MeasureRecipes | None = None
-        """The latest command. If a newer command stopped it and it runs again, the recipes in `_measured` are skipped."""
+        """The latest command. If a newer command stopped it and it runs again, it skips the recipes in `_measured`."""
         self._measured: set[int] = set()
 
     def close(self) -> None:
@@ -109,8 +109,8 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the workers; None to use this engine. private: as in `Workers.pool`. After an error, the next call restarts
-        them.
+        """Yield the workers, or None to use this engine. private: as in `Workers.pool`. After an error, the next call restarts the
+        workers.
         """
         workers = self._model.options.workers
         if workers is None or not needed:

@@ -74,7 +74,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Replace a tree by None while an event is encoded, because the tree's parts are sent before. This is msgspec's `enc_hook`."""
+    """Replace a tree by None in an event being encoded; the tree's parts are sent before it. This is msgspec's `enc_hook`."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):

@@ -51,7 +51,7 @@ class OpenModel:
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
     """Open `source` and emit the progress. It raises nothing: if the model can't be loaded, the result has no session.
 
-    read_headers: first emit the tree of the headers, which the caller has not seen in full.
+    read_headers: whether to emit first the tree of the headers, because the caller has not seen all of them.
     """
     model = OpenModel(source, options)
     try:

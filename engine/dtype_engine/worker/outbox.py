@@ -9,7 +9,7 @@ from dtype_engine.worker import events
 
 
 class Outbox:
-    """A thread-safe queue of events in which newer events replace older ones that have not been taken yet.
+    """A thread-safe queue of events. A newer event replaces older ones of its kind that have not been taken yet.
 
     keep: whether to keep taken events until they are acknowledged, and return them again after the next `open`. Events are counted
     in the order in which they are taken.
@@ -61,7 +61,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events: first all after the first `received`, even if they were taken before, then the new ones."""
+        """Let `take` return events: first all after the first `received`, including those taken before, then new events."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))

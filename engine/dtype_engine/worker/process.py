@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect; the last entry is repeated. It is long, as an attempt may be a refused
-login.
+"""Seconds to wait before each attempt to reconnect. The last number is repeated, and large because an attempt may be a login that
+the server refuses.
 """
 
 
 @dataclass
 class _InForce:
-    """The state with which a new engine continues the work of the previous one."""
+    """The state that a new engine takes over from the previous one."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -302,12 +302,12 @@ class EngineProcess(Engine):
         self._emit(answer)
 
     def _forget_saves(self, count: int) -> None:
-        """Remove the oldest `count` save requests, which were completed or dropped."""
+        """Remove the oldest `count` save requests, which the engine has completed or dropped."""
         with self._lock:
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write the text that a remote engine has sent to a file on this machine. Raises WireError if the app requested none."""
+        """Write the text from a remote engine to a file on this machine. Raises WireError if the app did not request a file."""
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
@@ -361,7 +361,7 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Explain why a process with this exit status has ended, as far as the reason is known."""
+        """Explain why a process that ended with this exit status did so, as far as the reason is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

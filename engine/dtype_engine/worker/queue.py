@@ -1,4 +1,5 @@
-"""The rules for which command runs next, and which are superseded, refused or dropped: pure functions on a frozen queue.
+"""The rules that decide which command runs next, and which commands are superseded, refused or dropped. They are pure functions on
+a frozen queue.
 
 New inputs come before a measurement, a measurement before its follow-ups, and all of these before the other commands, which keep
 their order. A newer recipe or newer inputs stop any running command that comes after them, except a save; a command stopped in this
@@ -36,7 +37,7 @@ Available = Literal["opening", "model", "files", "nothing"]
 
 @dataclass(frozen=True)
 class Queue:
-    """The running and waiting commands, and the state that they depend on. The last three fields are kept until reported."""
+    """The running and waiting commands, and the state on which they depend. `reported` clears the last three fields."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -102,7 +103,7 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after its running command has ended. follow_ups: commands that must run after the ended one."""
+    """Return the queue after its running command has ended. follow_ups: commands that must run after it."""
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")

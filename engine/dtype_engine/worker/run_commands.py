@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 Emit = Callable[[events.Event], None]
 _MOST_FINDINGS = 2_000
-"""Of a check that the app is sent, which shows the first ones of each kind."""
+"""Maximum number of findings of a check that the app gets. It shows only the first ones of each kind."""
 
 
 class CommandRunner:

@@ -162,8 +162,8 @@ class EngineServer:
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
-    """Return functions that read and write standard input and output, which from now on carry only messages: a model's code reads
-    an empty standard input, and its output goes to standard error.
+    """Return functions that read and write standard input and output. From now on, these streams carry only messages. A model's
+    code then reads an empty standard input, and its output goes to standard error.
     """
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)

@@ -51,8 +51,8 @@ class Worker(Engine):
     """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
 
     After opening, the worker casts to the latest recipe (at first the empty one) and measures it. If the model can't be loaded,
-    commands about the stored tensors still work. read_headers: first emit the tree of the checkpoint's headers, which the caller
-    has not seen in full.
+    commands about the stored tensors still work. read_headers: whether to emit first the tree of the checkpoint's headers, because
+    the caller has not seen all of them.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Worker(Engine):
         runner.close()
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
-        """Wait for a command. Returns the queue with that command running, and its cancel token, or None when the worker closes."""
+        """Wait for a command. Returns the queue with that command running, and its cancel token, or None on closing."""
         with self._changed:
             if not self._queue.waiting and not self._closing.is_set():
                 self._memory.busy.clear()

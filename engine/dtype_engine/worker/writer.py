@@ -135,7 +135,7 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return the contents of an export with activation scales. The session is cast if computing the scales requires a pass."""
+    """Return the contents of an export, including activation scales. If these scales require a pass, the session is cast for it."""
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -191,7 +191,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, str]:
-    """Measure the drift of the recipe. Returns the report, or None and the reason."""
+    """Measure the drift of the recipe. Returns the report, or None and the reason why there is no report."""
     session = context.model.session
     if session is None:
         return None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"

@@ -67,7 +67,7 @@ class _Opening:
 @click.option(
     "--engine-command",
     metavar="CMD",
-    help="Command that starts the engine elsewhere, such as 'docker exec -i BOX dtype-engine stdio'. It looks for MODEL there.",
+    help="A command that starts the engine elsewhere, such as 'docker exec -i BOX dtype-engine stdio'. MODEL is looked up there.",
 )
 @workers_option
 @threshold_options

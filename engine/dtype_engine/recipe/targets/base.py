@@ -1,4 +1,4 @@
-"""Code that all targets share: the plan to convert, the converted recipe, and the list of tensors that the target can't express."""
+"""Code that all targets share: classes for the plan to convert, the converted recipe, and tensors that can't be expressed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Context:
     model_type: str | None = None
     """The `model_type` in config.json."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The names of the base classes of each module class, because many tools use `isinstance`."""
+    """The names of each module class's base classes. Many tools use `isinstance`, so they need these names."""
     activations: Literal["none", "weights"] = "none"
     """The run setting `quantize_activations` for which the recipe is meant."""
 
@@ -43,7 +43,7 @@ class Context:
         return names | {name for name in self.tree.modules if name}
 
     def in_scope(self) -> list[TensorInfo]:
-        """Return the tensors whose dtype a rule can change."""
+        """Return the tensors whose dtype rules can change."""
         return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
 
 
@@ -53,7 +53,7 @@ class Unsupported:
 
     why: str
     part: Part
-    """"scale" if the target supports the planned dtype but computes different scales."""
+    """"scale" if the target gives the tensors their planned dtype but computes other scales. "" if it gives them another dtype."""
     planned: str
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
@@ -87,7 +87,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tool for which recipes can be converted."""
+    """Another tool for which this program can convert recipes."""
 
     name: str
     matcher: str
@@ -164,8 +164,9 @@ def split(
     """Find the weights that a tool can quantise as planned, and the tensors that it can't give their planned dtype.
 
     The tool quantises the `weight` of modules of certain classes (`kinds`) to certain dtypes (`formats`) and loads everything else
-    in one dtype. by_transformers: whether transformers loads the model, and so keeps the modules in float32 that the model
-    declares. also: returns a further reason why the tool can't quantise a module's weight to one of its dtypes, or None if it can.
+    in one dtype. by_transformers: whether transformers loads the model. It then keeps modules in float32 if the model's code
+    declares this. also: a function that returns a further reason why the tool can't quantise a module's weight to a dtype, or None
+    if it can.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -228,7 +229,7 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype that the largest number of elements have in the plan or, if the plan has none, as stored."""
+    """Return the compute dtype in which the plan has most elements. If it has none in a compute dtype, the stored dtypes decide."""
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:
@@ -248,7 +249,7 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Return the weights that a quantiser of these module classes could quantise: module name -> canonical tensor name."""
+    """Return the weights that a quantiser for these module classes could quantise: canonical tensor names by module name."""
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")

@@ -1,4 +1,4 @@
-"""Converts recipes for ComfyUI: the `_quantization_metadata` entry in a safetensors header, which names each layer."""
+"""Converts recipes for ComfyUI to a safetensors header's `_quantization_metadata` entry, which names each layer."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return the storage and compute dtypes for which the fewest elements deviate from their planned dtype."""
+    """Return the pair of storage and compute dtypes with which the fewest elements deviate from their planned dtype."""
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
@@ -91,7 +91,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast: those with more elements planned in the storage dtype than in the compute dtype."""
+    """Return the modules to cast, in which the plan has more elements in the storage dtype than in the compute dtype."""
     if storage == base:
         return set()
     cast: set[str] = set()

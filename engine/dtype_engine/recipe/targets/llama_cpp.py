@@ -113,7 +113,7 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the GGUF names of each tensor that rules can change; () without a GGUF name. Raises UserError like `name_map`."""
+    """Return the GGUF names of each tensor that rules can change, or () if it has none. Raises UserError like `name_map`."""
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )

@@ -80,7 +80,7 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """If ModelOpt's scales differ from the plan's, return a dtype with its scales and the difference in words, else None."""
+    """Return a dtype with ModelOpt's scales, and how they differ from the plan's, in words. Returns None if they are equal."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None

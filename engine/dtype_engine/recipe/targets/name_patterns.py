@@ -38,7 +38,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge products that differ only in the part `index`, if that part has only numbers, or no numbers."""
+    """Merge products that differ only in the part `index`, if this part has only numbers or no numbers in all of them."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:

@@ -31,7 +31,7 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""The formats of torchao's symmetric `IntxWeightOnlyConfig`, whose scale is the group's largest |value| / 7.5 or 127.5, as ours."""
+"""The formats of torchao's symmetric `IntxWeightOnlyConfig`. As here, its scale is the group's largest |value| / 7.5 or 127.5."""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))

@@ -74,7 +74,7 @@ def matchable(context: Context) -> frozenset[str]:
 
 
 def match(context: Context, pattern: str) -> Match:
-    """Match as transformers does with `modules_to_not_convert`: from the start to the end of a part of the name, or as a suffix."""
+    """Match as `modules_to_not_convert` of transformers does: from the start to the end of a part of the name, or as a suffix."""
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
     key = pattern.removeprefix("re:")

@@ -14,15 +14,16 @@ from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
-    """Return the dtype that `config.json` names: the widest one in the export, in which a loader can hold all values unrounded."""
+    """Return the dtype that `config.json` must name: the widest in the export, so that a loader can hold all values unrounded."""
     return dtypes.widest(item.dtype for item in contents.items)
 
 
 def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
-    """Return every `config.json` that the export changes, keyed by its path: the top one gets the dtype and the quantisation
-    settings of the export, and that of a pipeline component gets a new dtype if it names one.
+    """Return every `config.json` that the export changes, keyed by its path.
 
-    Raises UserError if weights with scales would be added to a source that another method has quantised already.
+    The top `config.json` gets the dtype and the quantisation settings of the export. A pipeline component's `config.json` gets a
+    new dtype if it names a dtype. Raises UserError if weights with scales would be added to a source that another method has
+    quantised already.
     """
     configs: dict[str, dict[str, Any]] = {}
     if contents.config is not None and contents.layout.kind == "model":
@@ -104,9 +105,7 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the exact names of modules. The experts of a layer get one common name, `name_of(layer)`, if no expert of this layer
-    is in `rest`.
-    """
+    """Return the exact names of modules. `name_of(layer)` replaces the names of a layer's experts if `rest` has none of them."""
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
     return list(dict.fromkeys(named))

@@ -75,23 +75,21 @@ class ExportTensor:
     name: str
     shape: tuple[int, ...]
     stored: str
-    """The dtype in the source. It ends with `@tensor` if the weight has a single scale there."""
+    """The dtype in the source. The name ends with `@tensor` if the source has a single scale for the whole weight."""
     dtype: str
-    """The dtype in the export. It ends with `@tensor` if the weight has a single scale there."""
+    """The dtype in the export. The name ends with `@tensor` if the export has a single scale for the whole weight."""
     has_scales: bool
     """Whether the export stores this weight with scales."""
     portable: bool
     """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The byte ranges of data and scales in the source's files if these bytes can be copied unchanged; otherwise empty."""
+    """The byte ranges of data and scales in the source's files, if these bytes can be copied unchanged. Otherwise empty."""
     values: Callable[[], torch.Tensor]
     """A function that returns the values to be cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """A function that returns existing data and scales, or None if the values have to be cast."""
+    """A function that returns existing codes and scales, or None if `values` must be cast."""
     byte_range: ByteRange | None = None
-    """The byte range from which the values are read, instead of being mapped into memory. If None, no file has the values in this
-    form.
-    """
+    """The byte range of a file from which the values are read without mapping it. If None, no file has the values in this form."""
     shared: SharedScale | None = None
     """The scale that this weight shares with fused siblings or with other parts of a packed weight, or None if it shares none."""
     quantised_inputs: bool = False
@@ -104,7 +102,7 @@ class ExportTensor:
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
         """The tensors that hold this weight in the file: codes, scales, further tensors of the format, and finally the scale of the
-        inputs. Scales are [channels, 1] for a matrix, [1] if the tensor has a single scale, or [down, across] for blocks.
+        inputs. Scales are [channels, 1] for a matrix, [1] for a single scale, or [blocks down, blocks across].
         """
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
@@ -147,9 +145,9 @@ class Contents:
     settings: RunSettings = field(default_factory=RunSettings)
     """The settings with which the candidate was run. If its activations were quantised, the export declares that."""
     coverage: Coverage | None = None
-    """How many tensors of the model, or of the index, the source has; None where neither is known."""
+    """How many tensors of the model, or of the index, the source has. None if neither the model nor the index is known."""
     incomplete: tuple[str, ...] = ()
-    """What the source lacks, a sentence each."""
+    """Sentences that say what the source lacks."""
 
     @property
     def nbytes(self) -> int:

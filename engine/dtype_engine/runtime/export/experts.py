@@ -45,7 +45,7 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights that transformers packs into one weight a layer, while other programs load them as linear layers."""
+    """Return the weights of experts, which transformers packs into one weight a layer and other programs load separately."""
     return [item for item in items if item.packed_into and item.portable]
 
 

@@ -50,8 +50,8 @@ def export(
     max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
     written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
     lost: the weights whose casts lose values, if known; if None, losses are counted while writing. incomplete: whether to export a
-    source that lacks tensors. Raises UserError (a source that lacks tensors, too little space, a folder that is not empty, a dtype
-    that can't be stored) and Cancelled. After an error, nothing is left on the disk.
+    source that lacks tensors. Raises Cancelled, and UserError if the source lacks tensors, space is too small, the folder is not
+    empty or a dtype can't be stored. After an error, nothing is left on the disk.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
@@ -116,8 +116,8 @@ def export(
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a weights file: the source's metadata, the dtypes of weights with scales, and each further name of a
-    tied weight with the name under which the weight is written.
+    """Return the metadata of a weights file: the source's metadata, and the dtypes of weights with scales. For each further name of
+    a tied weight, the metadata also has the name under which the weight is written.
     """
     names = {item.name for item in items}
     rest = {

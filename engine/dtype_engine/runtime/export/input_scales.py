@@ -26,10 +26,10 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Mark the items whose layers have quantised inputs, and add the scale of these inputs in formats that store one.
+    """Mark the items whose layers have quantised inputs. In formats that store a scale for these inputs, add the scale.
 
-    Inputs are quantised if `settings` say so, or if a weight is exported as the source stores it and the source declares its inputs
-    as quantised; then the source's scale is kept. ranges: the largest |value| of the inputs of each weight, keyed by weight name.
+    Inputs are quantised if `settings` say so. They also are if a weight is exported as stored and the source declares its inputs as
+    quantised; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight, keyed by weight name.
 
     Fused siblings share the largest range, since they have the same inputs. A layer that no input has reached (an expert to which
     no token was routed) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is not a
@@ -100,7 +100,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that other programs do not quantise in the way in which they were measured."""
+    """Return notices about activations that other programs quantise in another way than the measurement did."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

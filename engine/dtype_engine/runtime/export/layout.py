@@ -57,7 +57,7 @@ class Part:
     one_file: bool = False
     """Whether this part has to be a single file, because its loader does not read shards."""
     config: dict[str, Any] | None = None
-    """The part's `config.json` if it names a dtype, which the cast changes. If None, the file is copied or does not exist."""
+    """The part's `config.json` if the cast changes it, because it names a dtype. If None, the file is copied or does not exist."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -77,7 +77,7 @@ class Layout:
     """The base model that the configuration of an adapter names."""
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """Yield the path of each copied file that is missing or different in the export in `folder`, and what is wrong with it."""
+        """Yield each copied file that is missing or different in the export `folder`: its path, and what is wrong with it."""
         for source, path in self.copied:
             try:
                 if not filecmp.cmp(source, folder / path, shallow=False):
@@ -157,7 +157,7 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files of the top folder whose names match a pattern. The other methods handle the folders of components."""
+        """Collect the files of the top folder whose names match a pattern. Other methods collect the files of component folders."""
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
                 continue
@@ -167,11 +167,11 @@ class _FolderCopy:
                 self.left_out.append(entry.name)
 
     def everything(self, name: str) -> bool:
-        """Collect all files of a component's folder; returns whether any of them holds weights."""
+        """Collect all files of a component's folder. Returns whether any of these files holds weights."""
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files without its weights, which the export writes itself, and other forms of these weights."""
+        """Collect a component's files except its weights: those that the export writes itself, and other forms of them."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

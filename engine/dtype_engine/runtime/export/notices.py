@@ -49,7 +49,7 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that the further names of tied weights are not written as tensors, only in the file's metadata."""
+    """Return a notice that the further names of tied weights are only in the files' metadata, not written as tensors."""
     if not tied:
         return ()
     name, first = next(iter(tied.items()))

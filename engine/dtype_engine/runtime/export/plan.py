@@ -63,7 +63,7 @@ def of_live(
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
     """Plan the export of an open model in its current dtypes and under the settings with which it ran. If the model has a
-    checkpoint, the export has the names of its files; otherwise, the names of the live tensors.
+    checkpoint, tensors keep their names in its files. Otherwise they have the names of the live tensors.
 
     input_ranges: the largest |value| of the inputs of each weight, keyed by weight name. Raises UserError.
     """
@@ -96,7 +96,7 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """The same contents with what the checkpoint lacks: by its index, and of the model where `coverage` is known."""
+    """Return the contents with what the checkpoint lacks: tensors of its index and, if `coverage` is known, of the model."""
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = what_is_missing(checkpoint.index, coverage, class_name, prefix)
     if coverage is None and checkpoint.index is not None:
@@ -114,9 +114,8 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan every tensor of the checkpoint in the dtype of the matching live tensor. A tensor without one stays as it is stored.
-
-    Raises UserError.
+    """Plan every tensor of the checkpoint in the dtype of its live tensor. A tensor without a live tensor stays as stored. Raises
+    UserError.
     """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
@@ -241,7 +240,7 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns data and scales of a live weight in this dtype, or None to quantize the stored values."""
+    """Return a function that returns a live weight's codes and scales, or None if the stored values must be quantized."""
     if dtype in dtypes.BLOCK_FORMATS:
         return None
     data, scale = weight.tensor.data, weight.scale

@@ -21,7 +21,7 @@ from dtype_engine.runtime.export.loading_notes import python_lines, quoted, sect
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
-    """Return the number of tensors and bytes of each dtype, sorted by bytes in descending order."""
+    """Return each dtype with its number of tensors and its number of bytes. The dtype with most bytes comes first."""
     sums: dict[str, list[int]] = {}
     for item in contents.items:
         sum_of_dtype = sums.setdefault(item.dtype, [0, 0])

@@ -1,5 +1,5 @@
 """Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. So do weights that loading packs
-into one, such as the experts of a layer: they have the scales of the packed weight.
+into one weight, such as the experts of a layer: their scales are those of the packed weight.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, shari
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """Give the fused siblings among the items their shared scale. canonical: the tensor names in the model, keyed by the names in
-    the files.
+    """Give fused siblings among the items the scale that they share. canonical: maps tensor names in the files to names in the
+    model.
     """
     cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
     shared: dict[tuple[str, ...], SharedScale] = {}
@@ -35,8 +35,7 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 def with_packed_scales(
     items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
 ) -> list[ExportTensor]:
-    """Mark the items that loading packs into one weight, and give those that share a scale the scale of the packed weight.
-
+    """Mark the items that loading packs into one weight. If some of them share a scale of the packed weight, give them this scale.
     Raises UserError for a part whose codes and scales would differ from those of the same values in the packed weight.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
@@ -68,7 +67,7 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that would get scales although its shape, and so its rows, differ in checkpoint and model."""
+    """Raise UserError for a weight that would get scales but has another shape in the checkpoint than in the model."""
     info = tree.canonical(placement.name) if placement is not None else None
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
         return

@@ -98,7 +98,7 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
 
 
 def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:
-    """Copy the tokenizer and processor files from a checkpoint folder; returns notices of files that were not copied.
+    """Copy the tokenizer and processor files of a checkpoint folder. Returns notices of files that were not copied.
 
     Only regular files with known names are copied. Links that lead out of the folder are not followed, except links within the
     Hugging Face cache.

@@ -21,7 +21,7 @@ class Chunk:
     first: int
     """The index of the chunk's first row in the weight."""
     first_scale: int
-    """The index of the chunk's first row in the grid of scales."""
+    """The index of the chunk's first row of scales, counted in the whole weight's grid of scales."""
     values: torch.Tensor
     """The values before quantization: float32 [rows, width], in memory that the next chunk overwrites."""
     units: torch.Tensor
@@ -91,7 +91,7 @@ class BlockWork:
         return out[:rows, : self.width]
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """View [rows, width] as [down, rows of a block, across, columns of a block]."""
+        """View a matrix [rows, width] as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
         return values.view(-1, self.blocks.rows, values.shape[1] // self.blocks.columns, self.blocks.columns)
 
     def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:
@@ -114,8 +114,8 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude of each block: float32 [down, across]. It compares bits as integers, which have the same
-        order as non-negative floats, because torch reduces small groups of integers several times as fast as floats.
+        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits are compared as integers: this
+        gives the same order for non-negative floats, and torch reduces small groups of integers several times as fast.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -136,19 +136,20 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace NaN, which has no code, by 0. One pass over the values finds by their sum whether any is NaN; replacing takes two."""
+    """Replace each NaN, for which there is no code, by 0. The sum of all values shows first whether there is any NaN."""
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 
 
 def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
-    """Repeat the scale of each block for all its elements: [rows, width]. The last row of blocks may have fewer rows."""
+    """Repeat the scale of each block for all of its elements. Returns [rows, width]. The last row of blocks may have fewer rows."""
     return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a weight of `shape` into chunks of about `elements` elements, none of which ends within a block. Yields for each chunk
-    the slice of its rows, counted over all matrices of the weight, and the slice of its rows of scales.
+    """Divide a weight of `shape` into chunks of about `elements` elements, none of which ends within a block.
+
+    Yields two slices for each chunk: its rows of values, and its rows of scales. Both are counted over all matrices of the weight.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

@@ -12,13 +12,14 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""A rounding step times this factor is so large that a float32 added to it loses all bits below the step, rounded half to even."""
+"""A rounding step times this factor, if added to a float32, makes the sum lose all bits below the step, rounded half to even."""
 
 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Round float32 values to the nearest element, half to even. No value may exceed the largest element. Zero keeps its sign.
+    """Round float32 values to the nearest value of an element type, half to even. Zero keeps its sign.
 
-    spare: memory of the same shape, which is overwritten. The result is written to `out`, which is returned.
+    No input may exceed the type's largest value. spare: memory of the same shape, which is overwritten. Returns `out` with the
+    result.
     """
     torch.bitwise_and(values.view(torch.int32), _EXPONENT, out=spare.view(torch.int32))
     spare.clamp_(min=element.tiny).mul_(2.0**-element.mantissa * _HALF_TO_EVEN)
@@ -28,7 +29,7 @@ def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, ou
 def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
     """Pack codes [rows, width], float8_e4m3fn or int8, in the form that a file stores: uint8 or int32 [rows, packed].
 
-    The first code goes to the lowest bits, and zeros fill the last byte or word. The packing "none" returns the codes unchanged.
+    The first code goes to the lowest bits. Zeros fill the last byte or word. The packing "none" returns the codes unchanged.
     """
     if packing == "none":
         return codes

@@ -19,7 +19,7 @@ _ONE = 127
 
 
 def scales(amax: torch.Tensor, element: DType) -> Scales:
-    """Return the scales of blocks whose largest |value| is `amax` (float32, finite), stored as float32, or as uint8 for `ue8m0`."""
+    """Return the scales of blocks whose largest |value| is `amax` (float32, finite): float32, or uint8 in the format `ue8m0`."""
     if element.blocks is not None and element.blocks.rule == "rceil":
         powers = mx.scales(amax, element, "rceil")
         zero = amax == 0

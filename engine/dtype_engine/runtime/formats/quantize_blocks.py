@@ -58,7 +58,8 @@ def quantize_chunks(
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [down, across].
+    """Return the codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [blocks down,
+    blocks across].
 
     In a format with zero points, the zero point is subtracted from the codes. amax: as in `quantize_chunks`.
     """

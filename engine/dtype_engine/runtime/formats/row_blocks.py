@@ -15,7 +15,7 @@ import torch
 CHUNK = 1 << 19
 """Number of elements in a piece: few enough to stay in the processor's cache, many enough to keep Python's overhead small."""
 _DEVICE_CHUNK = 1 << 22
-"""Number of elements in a piece on an accelerator, where launching the work on a smaller piece would take longer than the work."""
+"""Number of elements in a piece on an accelerator. Launching the work on a smaller piece would take longer than the work itself."""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The part of a tensor's interface that is also available for values in a file."""
+    """The properties and methods that a tensor and the values in a file have in common."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -96,12 +96,12 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Call `work` in n threads, each with every n-th of `count` pieces; returns the results. n is at most torch's thread count.
+    """Call `work` in n threads, once in each; returns the results. Each call gets every n-th index below `count`.
 
-    Each thread has one intra-op thread, so that a piece stays in one core's cache. The division into pieces, and with it every sum,
-    is deterministic. The calling thread is one of the n threads. The others are kept for the next call, since newly started threads
-    share a core for some milliseconds, longer than many calls take. On an accelerator, which works on a piece in parallel, the
-    calling thread does all of the work.
+    n is at most torch's thread count. Each thread has one intra-op thread, so that a piece stays in one core's cache. The division
+    into pieces, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept for the
+    next call, since newly started threads share a core for some milliseconds, longer than many calls take. On an accelerator, which
+    works on a piece in parallel, the calling thread does all of the work.
 
     Raises what `work` raises, after all threads have finished.
     """
@@ -121,7 +121,9 @@ def parallel_map(work: Callable[[range], T], count: int, device: torch.device = 
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads. A thread keeps the number of intra-op threads that torch has when its first work begins."""
+    """Return a pool of `count` threads. Each thread keeps the intra-op thread count that torch has when the thread begins its first
+    work.
+    """
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 
 

@@ -1,4 +1,4 @@
-"""The scales of blocks, which each family of formats computes in its own way, and the upper limit for a scale."""
+"""Data structure for the scales of blocks, and the upper limit for a scale. Each family of formats computes its scales itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOAT32_MAX = torch.finfo(torch.float32).max
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The scales of some blocks; each tensor is [down, across]."""
+    """The scales of some blocks. Each tensor is [blocks down, blocks across]."""
 
     effective: torch.Tensor
     """The factor by which codes are multiplied to get values, float32."""

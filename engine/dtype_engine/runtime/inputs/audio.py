@@ -38,8 +38,8 @@ _ARGUMENTS = ("input_features", "input_values")
 
 
 def sound_argument(model: LiveModel) -> str | None:
-    """Return the name of the forward pass's audio argument: `input_features` (a spectrogram) or `input_values` (samples), or None
-    if it has neither.
+    """Return the name of the forward pass's audio argument: `input_features` (a spectrogram) or `input_values` (samples). Returns
+    None if the forward pass accepts no audio.
     """
     return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
 
@@ -93,8 +93,9 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the decoder's arguments for each call, and phrases that state how they were created. There is one call for each text
-    of the user, or a single call with random tokens. The arguments are empty for a model without a decoder. Raises UserError.
+    """Return the decoder's arguments for each call, and phrases that state how these arguments were created. There is one call for
+    each text of the user or, without texts, a single call with random tokens. Without a decoder, the arguments are empty. Raises
+    UserError.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)
@@ -158,7 +159,7 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the shape of a spectrogram according to the configuration, or None if it has none or the model uses samples."""
+    """Return the spectrogram shape in the configuration, or None if the model accepts samples or no shape is specified."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

@@ -74,7 +74,7 @@ class Inputs:
     """A short description of these inputs for the screen."""
     tokenizer: Any = None
     made: bool = True
-    """Whether this program created the tensors. False if the user provided them."""
+    """True if this program created the tensors, False if the user provided them."""
     prompts: bool = False
     """Whether each call is a whole prompt, which generation can continue."""
     made_of: tuple[str, ...] = ()

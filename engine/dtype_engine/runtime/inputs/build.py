@@ -78,8 +78,8 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return calls with a picture and a text. If no picture can be created for a language model, the calls have only text, unless
-    the user provided a picture.
+    """Return calls that each have a picture and a text. If no picture can be created for a language model and the user provided
+    none, the calls have only text.
     """
     try:
         return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
@@ -105,8 +105,8 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """Add a note about text options that have no effect, because a picture is always combined with one whole prompt. This is no
-    error, since the options may come from a configuration file for all models.
+    """Add a note that names the text options without effect: each picture is combined with one whole prompt. This is not an error,
+    because the options may come from a configuration file for all models.
     """
     text_options = (
         ("--chat", options.chat),

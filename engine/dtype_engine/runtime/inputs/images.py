@@ -29,7 +29,7 @@ _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""Number of merged patches along each side of a synthetic picture, for models that accept pictures of any size."""
+"""Width and height of a synthetic picture, in merged patches, for models that accept pictures of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
 
 
 def vision_config(model: LiveModel) -> Any:
-    """Return the part of the configuration that describes pictures, or all of it if the model accepts only pictures."""
+    """Return the part of the configuration that describes pictures, or all of it if the model accepts nothing but pictures."""
     config = model.module.config
     for name in ("vision_config", "encoder"):
         if getattr(config, name, None) is not None:
@@ -113,7 +113,7 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return the width and height of a picture according to the configuration."""
+    """Return the width and height of a picture that the configuration specifies."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]

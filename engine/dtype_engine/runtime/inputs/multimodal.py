@@ -93,7 +93,7 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """Pair every picture with a text and every text with a picture, by repeating the shorter list."""
+    """Pair pictures with texts. The shorter of the two lists is repeated, so that every picture and every text is in a pair."""
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 

@@ -20,7 +20,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.t
 _MOST_OFFSET = 8
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FAILURES = (Exception,)
-"""The errors that transformers and tokenizers raise for damaged files or missing packages have no narrower common class."""
+"""The exceptions that transformers and tokenizers raise for damaged files or missing packages. They have no narrower common class.
+"""
 
 
 def tokenizer_of(model: LiveModel) -> Any:
@@ -76,7 +77,7 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Return the result of `load` for the model's folder, or None if the folder has none of these files. Raises `_FAILURES`."""
+    """Call `load` on the model's folder and return its result, or None if the folder has none of `files`. Raises `_FAILURES`."""
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None
@@ -93,7 +94,7 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def text_config(config: Any) -> Any:
-    """Return the part of a configuration that describes the language model, or all of it if the model accepts only text."""
+    """Return the part of a configuration that describes the language model, or all of it if the model accepts nothing but text."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

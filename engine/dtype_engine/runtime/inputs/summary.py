@@ -21,8 +21,9 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """Return the calls that are enough to check whether the model runs on these inputs: the first call of each set of shapes and
-    dtypes if the user provided tensors; otherwise only the first call, since this program created all calls in the same way.
+    """Return enough of the calls to check whether the model runs on all of them. If the user provided the tensors, this is the
+    first call of each combination of shapes and dtypes. Otherwise it is the first call, because all calls were created in the same
+    way.
     """
     if inputs.made:
         return list(inputs.batches[:1])
@@ -45,7 +46,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Return the number of token positions in a call (of the decoder if it has tokens of its own), or None without tokens."""
+    """Return the number of token positions in a call (in the decoder, if it has its own tokens). Returns None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

@@ -214,7 +214,7 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
     """Add the tokens that a causal language model should predict to inputs that the user provided as tensors.
 
-    These tokens are the labels if the call has labels, and otherwise the token ids. Padding (attention mask 0) has no next token.
+    These tokens are the call's labels or, if the call has no labels, its token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 

@@ -36,8 +36,8 @@ _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
 each tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""Maximum number of bytes of module tensors that are missing in the files: a constant, plus a number for each byte of the files.
-Weights packed in two bits need a sixteenth of the memory of float32.
+"""Maximum total size, in bytes, of the module's tensors that the files lack: a constant, plus a number for each byte of the files.
+The limit is wide because a file with weights packed in two bits has a sixteenth of the size of the float32 weights.
 """
 _LONGEST_REASON = 300
 
@@ -98,7 +98,7 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
 
 
 def without_quantization(config: Any) -> Any:
-    """Return a copy of a configuration without its quantisation settings. Constructing a model changes only the copy."""
+    """Return a copy of a configuration without its quantisation settings. Code that constructs a model changes only this copy."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -163,7 +163,9 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the auto class under which `auto_map` has the class in `architectures`, or else that for the model with its head."""
+    """Return the auto class that loads the model's own code: the key of `auto_map` for a class in `architectures`. If there is
+    none, return AutoModelForCausalLM or another auto class in `auto_map`.
+    """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
     by_name = [key for key in models if str(keys[key]).rpartition(".")[2] in named]
@@ -172,7 +174,7 @@ def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...])
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names under `architectures`, and a notice if that entry is not a list of names."""
+    """Return the names in the entry `architectures`, and a notice if this entry is not a list of names."""
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()
@@ -230,9 +232,8 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
-    """Return the configuration in the class that the model class uses: for a part of a composite model, the part's configuration.
-
-    Raises NoForward.
+    """Return the configuration as an object of the class that the model class requires. If the model class is a part of a composite
+    model, this is the configuration of that part. Raises NoForward.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):

@@ -1,4 +1,6 @@
-"""The part of a checkpoint's check that needs its architecture: which of its tensors the files lack, and what they have beside."""
+"""The part of a checkpoint's check that needs the architecture: finds missing tensors, and tensors that the architecture does not
+have.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from dtype_engine.runtime.model.describe import describe
 
 
 def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
-    """A report with what the files lack of the architecture, and have beside it. Raises UserError for an architecture in `options`
-    that transformers does not have.
+    """Return the report with further findings: tensors of the architecture that the files lack, and tensors of the files that the
+    architecture does not have. Raises UserError if transformers does not have the architecture that `options` name.
     """
     known = describe(source, options, checkpoint)
     if known.coverage is None:

@@ -1,8 +1,8 @@
 """Filling the non-persistent buffers of a model that brings its own code. No file holds such buffers.
 
 `from_pretrained` constructs a model without data and allocates such buffers afterwards. Only the classes of transformers itself are
-sure to fill them. Buffers of other classes may hold whatever was in memory (transformers issue 48892) until their constructor is
-called again.
+sure to fill these buffers with values. In other classes, the buffers may hold arbitrary memory (transformers issue 48892) until the
+constructor is called again.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ class ModelDescription:
     model_type: str | None
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """The tensor in the tree for each tensor of the files. A tensor without an entry has the same name in both."""
+    """Maps each tensor of the files to its tensor in the tree. A tensor without an entry has the same name in both."""
     class_name: str = ""
-    """The class that the configuration names; "" where no class is known."""
+    """The class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
-    """How many tensors of that class the files have; None where it is not known, or the module was loaded."""
+    """How many tensors of that class the files have, or None if this is unknown or the module was loaded."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
@@ -72,8 +72,8 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """How many tensors of a module the files have, by the tree of both. What its class says may be missing or left over is not
-    counted as such.
+    """Return how many of a module's tensors the files have. Tensors that the module's class allows to be missing or left over are
+    ignored.
     """
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]

@@ -76,11 +76,12 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return the live place of each tensor of the files that transformers renames or packs on loading, keyed by its name there.
+    """Return the live place of each tensor that transformers renames or packs on loading, keyed by the tensor's name in the files.
 
-    Each value has three items: the name in `live`, whether the tensor is only a part of that weight, and the place of the part: the
-    index of its matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are
-    stacked in the rows of that matrix. The place is None if parts are combined in any other way. Empty if a function is missing.
+    Each value has three items: the name of the weight in `live`; whether the tensor is only a part of this weight; and its place:
+    the index of its matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are
+    stacked in the rows of that matrix. The place is None if parts are combined in any other way. If a transformers function is
+    missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -123,7 +124,9 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return each tensor's name after loading with the pattern of its converter (None without a converter), and all converters."""
+    """Return a pair for each tensor: its name after loading, and the pattern of its converter (None if it has no converter). Also
+    return all converters.
+    """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 

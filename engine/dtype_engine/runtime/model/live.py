@@ -45,13 +45,15 @@ class Weight:
     dtype: str
     """The name of the current dtype."""
     scale: torch.Tensor | None = None
-    """The scales of the current data, or None for a computed dtype."""
+    """The scales of the current data, or None for a dtype that PyTorch computes in directly."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """The losses of casting the original, keyed by dtype, for all dtypes whose losses were counted."""
+    """The values lost by casting the original, keyed by dtype, for all dtypes for which they were counted."""
     stashed: torch.Tensor | None = None
     """The cast data during a reference pass, in which the module has the original data; None at all other times."""
     stored_scale: torch.Tensor | None = None
-    """The scales stored with this weight, or None for a computed dtype. A weight with stored scales is never cast."""
+    """The scales stored with this weight, or None for a dtype that PyTorch computes in directly. A weight with stored scales is
+    never cast.
+    """
     shares: tuple[str, ...] = ()
     """The weights that currently share one tensor scale (NVFP4's fused siblings), including this one."""
     _amax: float | None = None
@@ -91,7 +93,7 @@ class Weight:
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
         """Return the loss of casting the stored values to `dtype`. The result is cached.
 
-        cast: whether the weight is in this dtype and stays in it, so that the existing cast data can be used. Raises Cancelled.
+        cast: whether the weight is in this dtype already and stays in it, so that its cast data can be used. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -140,7 +142,7 @@ class LiveModel:
     identities: tuple[FileIdentity, ...] = ()
     """The identities of `files`, recorded before anything was read from these files."""
     coverage: Coverage | None = None
-    """How many of its tensors the files of its checkpoint have; None where it has no checkpoint."""
+    """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
     """The weights, keyed by the `id` of the tensor object in the module."""
 
@@ -266,8 +268,8 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Return the weights that other code has unpacked from quantised weights after loading, as compressed-tensors does in the
-        first forward pass.
+        """Return the quantised weights that other code unpacked after loading, as compressed-tensors does in the first forward
+        pass.
         """
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
@@ -277,9 +279,11 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """Return the losses of all weights whose casts lose more than rounding. Each loss is counted only once.
+        """Return the losses of all weights whose casts do more than round: values overflow or vanish. Each loss is counted only
+        once.
 
-        planned: the dtypes of a plan, which needs only the stored values; if None, the current casts are counted. Raises Cancelled.
+        planned: the dtypes of a plan, whose losses are counted from the stored values; if None, the losses of the current casts are
+        counted. Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)

@@ -135,9 +135,9 @@ class Loaded:
     """The dtype and scales of each weight in a storage dtype, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """The module's tensor for each tensor of the files."""
+    """Maps each tensor of the files to its place in the module."""
     coverage: Coverage | None = None
-    """How many tensors of the module the files have; None for a module that was filled by `load_into`."""
+    """How many tensors of the module the files have, or None for a module that `load_into` filled."""
 
 
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
@@ -322,10 +322,11 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put weights that an export stored with scales into the module, if loading could not: their codes are packed, or the live
-    weight is packed from several parts.
+    """Put those weights into the module that an export stored with scales and that loading could not restore: weights with packed
+    codes, and live weights that consist of several stored parts.
 
-    Returns the dtype and scales of all weights stored with scales, keyed by live name, and the live names of the weights put here.
+    Returns the dtype and scales of all weights stored with scales, keyed by live name, and the live names of the weights that this
+    function has put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}

@@ -15,8 +15,8 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Return the descriptions of all distinct tensors of a module, each with all its names, in the module's order; and the tensors,
-    keyed by first name.
+    """Return two values: the descriptions of all distinct tensors of a module, in the module's order, each with all names of the
+    tensor; and the tensors, keyed by first name.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}

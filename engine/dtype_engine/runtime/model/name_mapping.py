@@ -53,9 +53,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the weights whose stored dtype loading has to keep: those that can be cast, and those exported with scales.
-
-    Integers and weights that other programs quantised are left to transformers.
+    """Return the weights that must keep their stored dtype on loading: those that rules can cast, and those exported with scales.
+    transformers alone handles integers and weights that other programs quantised.
     """
     return {
         name: placement

@@ -50,7 +50,9 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Explain why a storage dtype has scales that cover parts of the packed weight only partially. Returns None if it has none."""
+    """Explain why parts of a packed weight can't have its scales: a scale covers a part only partially. Returns None if no scale
+    does.
+    """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
     blocks = dtypes.BY_NAME[dtype].blocks

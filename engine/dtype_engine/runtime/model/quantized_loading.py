@@ -1,7 +1,7 @@
-"""Which checkpoints that other programs quantised transformers loads as they are meant, and a refusal of the others by name.
+"""Refuses checkpoints that other programs quantised if transformers would load wrong values from them.
 
-transformers passes over a quantisation that it does not know: codes are then taken for values, scales are left out, or weights
-are made at random, all without an error.
+transformers ignores a quantisation that it does not know: it reads codes as values, leaves out scales, or initialises weights
+randomly, all without an error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
-    """Raise NoForward where the files have parts of quantised weights that transformers would load wrongly.
+    """Raise NoForward if the files have parts of quantised weights that transformers would load wrongly.
 
     Weights that an export of this program stored with scales are not among these parts. module: the model on the meta device.
-    placements: where each tensor of the files goes in it.
+    placements: the place of each tensor of the files in the module.
     """
     parts = quantized_parts(checkpoint.foreign, checkpoint.config)
     parts |= {name: why for name, why in _integers_for_floats(checkpoint, module, placements) if name not in parts}
@@ -63,7 +63,7 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
 def _integers_for_floats(
     checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
 ) -> Iterator[tuple[str, str]]:
-    """The tensors of integers that a floating parameter would be loaded from, and what they are."""
+    """Yield each integer tensor from which transformers would load a floating-point parameter, and a description of the tensor."""
     floats = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()
     }
@@ -74,7 +74,9 @@ def _integers_for_floats(
 
 
 def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -> str | None:
-    """Why transformers gives another value for a weight of a method that it knows; None where it does not."""
+    """Explain why transformers would load wrong values for a quantised weight whose method it knows, or return None if it would
+    not.
+    """
     name = printable(weight.codes)
     global_scale = weight.part("_global_scale")
     if weight.layout is COMPRESSED and ".experts." in weight.stem and global_scale in checkpoint.tensors:
@@ -96,7 +98,9 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """The first block scale without its weight, or weight without its block scale, in a sentence; None where all have theirs."""
+    """Return a sentence about the first block scale without a weight, or weight without a block scale. Returns None if all are
+    paired.
+    """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors
     for name in parts:

@@ -21,9 +21,9 @@ from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 
 NOT_USED = "not used by"
-"""How the reason begins that a tensor of the files without a place in the module is never cast."""
+"""The beginning of the reason why a tensor of the files is never cast if it has no place in the module."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
-"""What follows the module that holds experts: transformers packs them in `experts`, MLX in `switch_mlp`."""
+"""Matches a tensor name from the experts module on. transformers calls this module `experts`, MLX calls it `switch_mlp`."""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
@@ -45,10 +45,10 @@ def with_files(
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
-    """Return a module's tensors with their sizes, packing and quantisation in the files.
+    """Return a module's tensors with the sizes, packing and quantisation that they have in the files.
 
-    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module; otherwise the dtypes
-    are those of the files.
+    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module. Otherwise the dtypes
+    of the files are used.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -94,7 +94,7 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return the tensors of the files without a place in the module."""
+    """Return the tensors of the files that have no place in the module."""
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
@@ -106,7 +106,9 @@ def unused(
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
-    """Return the module's tensors. As in transformers, weights are not tied if the files hold different values for their names."""
+    """Return the module's tensors. As in transformers, tied weights become separate tensors if the files hold different values for
+    them.
+    """
     untied = []
     for info in infos:
         if not info.aliases:
@@ -136,7 +138,7 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors except those that a quantised checkpoint replaces with other tensors of the same module or expert."""
+    """Return the tensors without those that a quantised checkpoint replaces by other tensors of the same module or expert."""
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}
     return [

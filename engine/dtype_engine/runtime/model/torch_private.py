@@ -37,7 +37,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""A function that returns the tensor of which a tensor is a view, or None for a tensor that is not a view."""
+"""A function that returns the base of a view, which is the tensor that owns the data, or None for a tensor that is not a view."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -58,7 +58,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 as_called: Callable[..., Any] = nn.Module._call_impl
 """A function that calls the module in its first argument as torch does, with the module's hooks."""
 _INSTEAD = "_compiled_call_impl"
-"""The attribute that torch calls, if it is set, instead of `as_called`. `Module.compile` stores the compiled call there."""
+"""A module attribute that torch calls, if it is set, in place of `as_called`. `Module.compile` stores the compiled call there."""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:

@@ -22,7 +22,7 @@ class ExportedValues:
     """The tensors and metadata of an export."""
 
     read: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    """For each tensor name, a function that reads the tensor."""
+    """Functions that each read one tensor, keyed by tensor name."""
     metadata: dict[str, str] = field(default_factory=dict)
     """The metadata in the headers of all files."""
     misplaced: dict[str, str] = field(default_factory=dict)

@@ -80,7 +80,7 @@ def _tensor_scale(largest: float) -> Any:
 
 
 def _in_blocks(part: Any, blocks: Blocks) -> Any:
-    """Return a matrix as blocks: [down, rows of a block, across, columns of a block], padded with zeros."""
+    """Return a matrix, padded with zeros, as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
     height, width = part.shape
     more = (-height % blocks.rows, -width % blocks.columns)
     padded = np.pad(part, ((0, more[0]), (0, more[1])))
@@ -88,7 +88,7 @@ def _in_blocks(part: Any, blocks: Blocks) -> Any:
 
 
 def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
-    """Return the divisors of the blocks, the scales in the form that a file stores, and zero points, each [down, across]."""
+    """Return the divisors of the blocks, the scales as stored in a file, and the zero points: each [blocks down, blocks across]."""
     each = np.where(np.isfinite(part), part, np.float32(0))
     each = _in_blocks(each, blocks)
     low, high = each.min(axis=(1, 3)), each.max(axis=(1, 3))
@@ -131,7 +131,7 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
 
 
 def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
-    """Return the codes before packing: the bits of a float, or integers shifted to start at 0. uint8 [rows, width]."""
+    """Return the codes before packing, uint8 [rows, width]: the bits of floats, or integers shifted to start at 0."""
     height, width = part.shape
     with np.errstate(over="ignore"):
         quotient = _in_blocks(part, blocks) / scale[:, None, :, None].astype(np.float32)
@@ -167,7 +167,7 @@ def _values(name: str) -> Any:
 
 
 def _nearest(magnitudes: Any, name: str) -> Any:
-    """Return the code of the value nearest to each magnitude, or the even code on a tie. The code for NaN is arbitrary."""
+    """Return the code of the value nearest to each magnitude. On a tie, the even code wins. NaN has an arbitrary code."""
     values = _values(name)
     between = (values[1:] + values[:-1]) / 2
     index = np.searchsorted(between, magnitudes)
@@ -194,7 +194,7 @@ def _words(codes: Any, bits: int) -> torch.Tensor:
 
 
 def _bfloat16(values: Any) -> Any:
-    """Round values to bfloat16 (half to even); returns them as float32. Zero becomes bfloat16's epsilon."""
+    """Round values to bfloat16, half to even, and return them as float32. Values that round to 0 become bfloat16's epsilon."""
     bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
     rounded = ((bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)) << np.uint64(16)
     found = rounded.astype(np.uint32).view(np.float32)

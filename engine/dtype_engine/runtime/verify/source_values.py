@@ -78,7 +78,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    """Return whether to map a file instead of reading it: it would fill over half of the free memory, and its format permits it."""
+    """Return whether to map a file instead of reading it: it can be mapped, and reading it would fill half of the free memory."""
     import psutil
 
     if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):
@@ -88,7 +88,7 @@ def _mapped(file: Path) -> bool:
 
 
 def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return the mapping in a pickle that has most of the `wanted` names."""
+    """Return that mapping in a pickle which contains the largest number of the `wanted` names."""
     if isinstance(pickled, torch.Tensor):
         return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}

@@ -39,7 +39,7 @@ from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
 """Compares tensors in other processes. Yields, in any order, item indexes of the contents and the problem of each item, or None."""
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""Numbers of bytes at the start and end of a file that its fingerprint includes: the header, and the values of the last tensor."""
+"""How many bytes at the start and at the end of a file its fingerprint includes: its header, and its last tensor's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class OpenExport:
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """A cache of the largest |value| of each group of tensors that share a scale, keyed by the names of the group."""
+    """Caches the largest |value| of each group of tensors with a common scale, keyed by the names of the tensors in the group."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
         """Return the problem of each item in `indexes`, or None for an item without a problem. Raises UserError, Cancelled."""
@@ -63,7 +63,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that share an item's scale, or None if its scale is not shared."""
+        """Return the largest finite |value| of all tensors that share an item's scale, or None if no other tensor shares it."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -98,10 +98,9 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Describe the problem with the scale of a layer's inputs. Returns None if there is no problem.
-
-        If the weight keeps its stored dtype and the source has an input scale, the scales must be equal. Otherwise the scale must
-        be finite and positive.
+        """Describe the problem with the scale of a layer's inputs, or return None if there is none. If the weight keeps its stored
+        dtype and the source has an input scale, the two input scales must be equal. Otherwise the scale must be finite and
+        positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -158,11 +157,12 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders other than the exporter's.
+    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders that the exporter does not
+    use.
 
-    drift: whether to also run both models; their drifts must be equal. elsewhere: compares the tensors in other processes; the
-    source must then be a checkpoint. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`, and
-    Cancelled.
+    drift: whether to also run both models, whose drifts must be equal. elsewhere: compares the tensors in other processes, which
+    requires a checkpoint as the source. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`,
+    and Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -259,7 +259,7 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return tensors of the source that are missing in the export, or that were omitted as tied although their values differ."""
+    """Return tensors of the source that the export lacks, or that it omits as tied although their values differ."""
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -336,7 +336,7 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence about scales from calibration inputs, which can't be recomputed, or () if there are no such scales."""
+    """Return a sentence that names scales from calibration inputs, which can't be recomputed, or () if the export has none."""
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()
@@ -346,7 +346,7 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that lists the export's files without weights that are not copies from the source, or () if none are."""
+    """Return a sentence that lists the export's files without weights that are not copies from the source, or ()."""
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
