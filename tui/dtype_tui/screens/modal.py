@@ -47,7 +47,7 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
     """Return the widgets and windows whose methods are in an error's traceback, the outermost first.
 
-    They identify the window in which an error was raised. Textual's active message pump does not, if the app runs a task.
+    They identify the window of the error. Textual's active message pump does not, if the error was raised in a task of the app.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]
