@@ -61,7 +61,8 @@ def scan_options(function: Function) -> Function:
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="Instead of --dtypes, try the formats that this runtime can mix in a model. A search obeys its limits.",
+            help="Instead of --dtypes, try the formats that this runtime can mix in a model. A search obeys the "
+            "runtime's limits.",
         ),
     ):
         function = option(function)

@@ -148,7 +148,7 @@ def weights_text(errors: Sequence[WeightError]) -> str:
 
 
 def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
-    """Return one line about the tensors that are never cast, and why."""
+    """Return one line: how many tensors are never cast, and the name of the first with the reason. "" if there are none."""
     if not skipped:
         return ""
     first = skipped[0]

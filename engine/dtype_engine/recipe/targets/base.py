@@ -53,7 +53,7 @@ class Unsupported:
 
     why: str
     part: Part
-    """"scale" if the target gives the tensors their planned dtype but computes other scales. "" if it gives them another dtype."""
+    """"dtype" if the target gives the tensors another dtype; "scale" if it gives them the planned dtype with other scales."""
     planned: str
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
