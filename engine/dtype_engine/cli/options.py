@@ -232,9 +232,9 @@ class ModelCommand(click.Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            if "casts" in self._shared and "extra argument" in error.message and "=" in error.message:
-                error.message += "; rules are given as --cast PATTERN=DTYPE"
-            raise
+            if "casts" not in self._shared or "extra argument" not in error.message or "=" not in error.message:
+                raise
+            raise click.UsageError(f"{error.message}; rules are given as --cast PATTERN=DTYPE", ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Make the `RunRequest` and call the command's function. Raises UserError for options that are not valid."""
