@@ -627,7 +627,7 @@ async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
             "400.0 ms to 600.0 ms",
             "2,000",
             "0.25 x",
-            "Plain torch does not run this mix",
+            "This mix does not run in plain torch",
             "2 threads",
         ):
             assert words in text
