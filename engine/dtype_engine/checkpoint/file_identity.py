@@ -51,7 +51,7 @@ class FileIdentity:
 
 
 def refuse_changed(files: Iterable[FileIdentity]) -> None:
-    """Raise UserError, which names the first file that has changed since it was opened, if there is one."""
+    """Raise UserError if a file has changed since it was opened. The error names the first such file."""
     for file in files:
         if (change := file.change()) is not None:
             raise UserError(
@@ -78,13 +78,13 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Checks that files do not change while they are read, at most ten times a second."""
+    """Checks at most ten times a second that files do not change while they are read."""
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)
         self._throttle = Throttle()
 
     def look(self) -> None:
-        """Raise UserError, which names the first file that has changed since it was opened, if there is one."""
+        """Raise UserError if a file has changed since it was opened. The error names the first such file."""
         if self._throttle.due():
             refuse_changed(self._files)

@@ -1,8 +1,7 @@
 """Opens a checkpoint in any of the common forms on disk: finds its files, and reads their headers.
 
 A folder is opened as the first of these that it matches: a diffusers pipeline (`model_index.json`), a PEFT adapter
-(`adapter_config.json`), a Hugging Face model (safetensors before pickles, a single file or indexed shards), or the only checkpoint
-file in it.
+(`adapter_config.json`), a Hugging Face model (safetensors before pickles, one file or shards), or its only checkpoint file.
 """
 
 from __future__ import annotations

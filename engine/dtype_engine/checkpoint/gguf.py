@@ -72,7 +72,9 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Return whether the gguf package can dequantize a type. The first call tries it with one block; `known` keeps the result."""
+    """Return whether the gguf package can dequantize a type. The first call for a type tries one block; `known` caches the
+    result.
+    """
     if kind.name not in known:
         import numpy
         from gguf.quants import dequantize

@@ -24,8 +24,8 @@ SHAPE_KEY = "dtype_engine.shape."
 such as `16,128`.
 """
 OWN_SUFFIX = "_quantized"
-"""`weight_quantized` holds the codes of a `weight` that compressed-tensors can't express. If the name were `weight`, other loaders
-would silently read the codes as values.
+"""Suffix of the name of codes that compressed-tensors can't express, such as `weight_quantized` for `weight`. Other loaders would
+silently read codes named `weight` as values.
 """
 
 

@@ -62,13 +62,13 @@ async def test_words_of_several_lines_stand_below_each_other(searched: bool) -> 
         await pilot.press("question_mark", *(["slash", *"baseline", "enter"] if searched else []))
         await pilot.pause()
         for _ in range(20):
-            first = next((place for place, line in enumerate(lines(app)) if "make it the baseline" in line), None)
+            first = next((place for place, line in enumerate(lines(app)) if "recipe the baseline" in line), None)
             if first is not None and first < 18:
                 break
             await pilot.press("pagedown")
             await pilot.pause()
         assert first is not None, screen(app)
-        column = lines(app)[first].index("make it")
+        column = lines(app)[first].index("make the recipe")
         more = lines(app)[first + 1].strip("│ ").split()
         assert lines(app)[first + 1].index(more[0]) == column, screen(app)
         assert lines(app)[first + 1][1:column].strip() == ""
@@ -90,7 +90,7 @@ async def test_a_search_finds_keys_of_every_window_and_words() -> None:
         await pilot.press("question_mark", "slash", *"zoom")
         await pilot.pause()
         assert "Along the front" in screen(app)
-        assert "zoom in, around the point" in screen(app)
+        assert "zoom in around the point" in screen(app)
         assert "a line up, down" not in screen(app)
         await pilot.press("escape", "slash", *"q4_k_m")
         await pilot.pause()

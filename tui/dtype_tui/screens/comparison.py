@@ -26,7 +26,7 @@ MOST_ROWS = 300
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of the two recipes."""
+    """One of the two recipes in a comparison."""
 
     title: str
     """The short name of the recipe in the headings."""

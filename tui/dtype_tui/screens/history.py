@@ -54,7 +54,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         Binding("enter", "go_back", "Go back to the recipe"),
         Binding("p", "pin", "Pin the recipe: pinned recipes come first"),
         Binding("c", "compare", "Compare two recipes: press the key on each"),
-        Binding("P", "compare_all", "Compare the tree and the panes with this recipe, or stop comparing"),
+        Binding("P", "compare_all", "Make the recipe the baseline for the tree and the panes, or remove the baseline"),
         Binding("m", "measure", "Measure all recipes on the current inputs with the current settings"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),

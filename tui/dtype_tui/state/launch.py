@@ -24,7 +24,7 @@ class Launch:
 
     title: str
     tree: Tree | None = None
-    """The module tree from the headers that have been read, or None if the tree is unknown until the model is open."""
+    """The module tree built from the headers that were read, or None if headers are not enough to build it."""
     path: Path | None = None
     """Where the model is on this machine."""
     partial: bool = False
