@@ -162,12 +162,15 @@ async def test_the_save_window_keeps_what_is_typed_before_it_is_there(
         assert (top(app), cursor(app) != "") == ("MainScreen", True)
 
 
-async def test_a_file_is_replaced_only_by_a_second_enter_right_after_the_first(
+async def test_an_export_is_replaced_only_by_a_second_enter_right_after_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there").mkdir()
-    Path("there/file").touch()
+    Path("there/recipe.yaml").write_text("version: 1\nrules:\n")
+    Path("there/README.md").write_text(
+        "# there\n\n`demo`, cast by the rules in `recipe.yaml` and written by dtype-engine 0.2.0.\n"
+    )
     app = make_app()
     async with running(app) as pilot:
         await begun(app, pilot)
