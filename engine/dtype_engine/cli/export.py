@@ -50,7 +50,7 @@ def export(
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
-    With --quantize-activations weights, the checkpoint tells runtimes to quantise activations too, for the formats that support it.
+    With --quantize-activations=weights, the checkpoint also makes runtimes quantise activations, for the formats that support it.
     Only NVFP4 requires running the model: one pass over the calibration inputs measures the activation scales that NVFP4 stores.
     """
     from dtype_engine.checkpoint.export_folder import check_folder

@@ -90,7 +90,7 @@ class _ScanCommand(ModelCommand):
 )
 @json_option
 def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
-    """Estimate how much each weight matters in each dtype, in the time of a few forward passes.
+    """Estimate how far the output drifts when each weight alone is cast to each dtype, in the time of a few forward passes.
 
     `dtype-engine scan merge FILES -o scan.json` combines the files of all shards into one scan.
     """

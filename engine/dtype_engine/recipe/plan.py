@@ -103,7 +103,7 @@ class RuleEffect:
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the selected tensors in the rule's dtype."""
+        """Bytes of the selected tensors once they are in the rule's dtype."""
         return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
 
 

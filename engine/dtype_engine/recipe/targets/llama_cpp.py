@@ -1,7 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. It applies these lines only if the requested type
-is a quantised one, here Q8_0, so there is a line for every tensor that can be quantised.
+llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. llama-quantize uses these lines only
+if the requested type is a quantised one. We request Q8_0, to which a tensor without a line would be converted, so every tensor that
+can be quantised has a line.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from dtype_engine.core.tree import is_number
 Choice = frozenset[str] | None
 """The alternatives for one dot-separated part of a name; None for any number."""
 Product = tuple[Choice, ...]
-"""One choice for each part of a name. It matches every combination of the choices."""
+"""For each part of a name, the set of alternatives. A product matches every combination of them."""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:

@@ -110,10 +110,10 @@ class WeightMode(TorchFunctionMode):
         """The value of `finished` when a weight or one of its properties was first used, by `id` of its tensor."""
         self.operation = ""
         """The operation for which torch is being called, or "" if the model itself passes a `dtype`."""
-        self._replaced = set(replaced)
-        self._written: dict[int, torch.Tensor] = {}
+        self.replaced = set(replaced)
+        self.written: dict[int, torch.Tensor] = {}
         """The current values of weights to which the pass has written, by `id`."""
-        self._standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
+        self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """For each tensor that the model got in place of a weight: the `id` of that weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """By `id`: tensors whose memory the pass changed through another tensor, each with a copy of the old values."""
@@ -124,7 +124,7 @@ class WeightMode(TorchFunctionMode):
     @property
     def wrote(self) -> bool:
         """Whether the pass wrote to a weight or to one of the tensors in `kept`."""
-        return bool(self._written or self._held)
+        return bool(self.written or self._held)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
@@ -151,7 +151,7 @@ class WeightMode(TorchFunctionMode):
         if kind is _Kind.SET and func.__self__ is torch.Tensor.data and key in self.weights:
             self._set_data(key, args[1])
             return None
-        if kind is _Kind.IS_FLOAT and key in self._replaced:
+        if kind is _Kind.IS_FLOAT and key in self.replaced:
             return True
         return func(*args, **kwargs)
 
@@ -166,7 +166,7 @@ class WeightMode(TorchFunctionMode):
                 key = id(value)
                 if key in self.weights:
                     self.first_use.setdefault(key, self.finished)
-                    if key in self._replaced:
+                    if key in self.replaced:
                         as_given = False
                 own = value.dtype
                 if own is not dtype and own in _FLOATS:
@@ -193,14 +193,14 @@ class WeightMode(TorchFunctionMode):
         if weight is not None:
             self.note_use(key)
             if func.__self__ is torch.Tensor.dtype:
-                return self._dtypes.get(key) or (self._dtype_of(key, weight) if key in self._replaced else func(*args))
-        if func.__self__ not in TENSOR_PROPERTIES or (key not in self._replaced and self.rounding is None):
+                return self._dtypes.get(key) or (self._dtype_of(key, weight) if key in self.replaced else func(*args))
+        if func.__self__ not in TENSOR_PROPERTIES or (key not in self.replaced and self.rounding is None):
             return func(*args)
-        if key not in self._replaced:
+        if key not in self.replaced:
             answer = func(*args)
         else:
             answer = func(self._value(key), *args[1:])
-            self._standing_for[answer] = key
+            self.standing_for[answer] = key
         if self.rounding is not None:
             quantized = {key: weight.dtype} if weight is not None and self.is_quantized(weight) else {}
             self.rounding.follow(answer, [args[0]], self.rounding.formats([args[0]], quantized))
@@ -208,7 +208,7 @@ class WeightMode(TorchFunctionMode):
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
         """Return the dtype of a replaced weight, also after the pass has written to it."""
-        return self._written[key].dtype if key in self._written else self.dtype_of(weight)
+        return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         """Return the dtype of a replaced weight that the model's own code sees."""
@@ -235,9 +235,7 @@ class WeightMode(TorchFunctionMode):
         if isinstance(tensor, nn.Parameter):
             return True  # a parameter that the model created during the pass
         base = base_of(tensor)
-        return any(
-            id(each) in self.weights or each in self._standing_for for each in (tensor, base) if each is not None
-        )
+        return any(id(each) in self.weights or each in self.standing_for for each in (tensor, base) if each is not None)
 
     def arguments_of(self, module: nn.Module, args: Arguments) -> Arguments:
         """Return the positional arguments with which to call a module.
@@ -250,7 +248,7 @@ class WeightMode(TorchFunctionMode):
         floats = [tensor for tensor in tensors_in(args, {}) if tensor.is_floating_point()]
         if not floats:
             return args
-        weights = [tensor for tensor in module._flat_weights if tensor is not None]
+        weights = [tensor for layer in module.all_weights for tensor in layer]
         dtypes = [self._dtype_beside(tensor, floats[0].dtype) for tensor in weights]
         target = functools.reduce(torch.promote_types, dtypes)
         self._dtypes = {id(weights[0]): target}
@@ -265,9 +263,9 @@ class WeightMode(TorchFunctionMode):
     def _dtype_beside(self, tensor: torch.Tensor, activation: torch.dtype) -> torch.dtype:
         """Return the dtype of a weight's values in an operation whose activation has the dtype `activation`."""
         key = id(tensor)
-        if key not in self._replaced:
+        if key not in self.replaced:
             return tensor.dtype
-        if key not in self._written and self.is_quantized(self.weights[key]):
+        if key not in self.written and self.is_quantized(self.weights[key]):
             return activation
         return self._dtype_of(key, self.weights[key])
 
@@ -277,7 +275,7 @@ class WeightMode(TorchFunctionMode):
         for tensor in tensors:
             if id(tensor) in self.weights:
                 self.note_use(id(tensor))
-        found = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self._replaced}
+        found = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         if self.rounding is None:
             return self._with_values(func, name, args, kwargs, tensors, found, None)
         quantized = {key: weight.dtype for key, weight in found.items() if self.is_quantized(weight)}
@@ -302,9 +300,11 @@ class WeightMode(TorchFunctionMode):
         if found:
             self.added = True
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
-            if table in found and table not in self._written:
+            if table in found and table not in self.written:
                 return self.rows_of(found[table], args[0])
-            args, kwargs = replace_tensors(args, kwargs, self._values(found, self._activation_dtype(tensors), name))
+            args, kwargs = replace_tensors(
+                args, kwargs, self.current_values(found, self._activation_dtype(tensors), name)
+            )
         if rounds is not None:
             args, kwargs = self._rounded(name, args, kwargs, rounds)
         self.operation = name if kwargs.get("dtype") is None else ""
@@ -313,7 +313,7 @@ class WeightMode(TorchFunctionMode):
         finally:
             self.operation = ""
         if len(found) == 1 and isinstance(output, torch.Tensor) and base_of(output) is not None:
-            self._standing_for[output] = next(iter(found))
+            self.standing_for[output] = next(iter(found))
         return output
 
     def _activation_dtype(self, tensors: Sequence[torch.Tensor]) -> torch.dtype | None:
@@ -321,20 +321,22 @@ class WeightMode(TorchFunctionMode):
         floats = [tensor for tensor in tensors if tensor.is_floating_point() and not self.is_weight(tensor)]
         return promoted_dtype([tensor for tensor in floats if tensor.ndim] or floats) if floats else None
 
-    def _values(self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str) -> dict[int, torch.Tensor]:
+    def current_values(
+        self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
+    ) -> dict[int, torch.Tensor]:
         """Return the values that replace weights in an operation, by `id`. dtype: the dtype of the operation's activation."""
-        held = {key: weight for key, weight in found.items() if key not in self._written}
+        held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():
-            self._standing_for[value] = key
+            self.standing_for[value] = key
         for key in found.keys() - held.keys():
-            value = self._written[key]
+            value = self.written[key]
             values[key] = value if dtype is None or not self.is_quantized(found[key]) else value.to(dtype)
         return values
 
     def _value(self, key: int) -> torch.Tensor:
         """Return the values that replace one weight, outside of an operation with an activation."""
-        return self._values({key: self.weights[key]}, None, "")[key]
+        return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
         self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
@@ -361,21 +363,21 @@ class WeightMode(TorchFunctionMode):
         key = id(destination)
         if key in self.weights:
             self.note_use(key)
-            if key not in self._written:
-                value = self._value(key) if key in self._replaced else destination.data
-                self._written[key] = value.clone()
-                self._standing_for[self._written[key]] = key
-                self._replaced.add(key)
-            return replace_tensors(args, kwargs, {key: self._written[key]})
+            if key not in self.written:
+                value = self._value(key) if key in self.replaced else destination.data
+                self.written[key] = value.clone()
+                self.standing_for[self.written[key]] = key
+                self.replaced.add(key)
+            return replace_tensors(args, kwargs, {key: self.written[key]})
         base = base_of(destination)
         owner = destination if base is None else base
-        given = self._standing_for.get(owner, self._standing_for.get(destination))
+        given = self.standing_for.get(owner, self.standing_for.get(destination))
         if given is not None:
             original = self.weights[given].original
             if original.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr():
                 self._held.setdefault(given, (original, original.clone()))
-            self._written.setdefault(given, owner)
-            self._replaced.add(given)
+            self.written.setdefault(given, owner)
+            self.replaced.add(given)
             return args, kwargs
         for shared in self._sharing_memory(destination):
             if id(shared) not in self._held:
@@ -384,12 +386,12 @@ class WeightMode(TorchFunctionMode):
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
         """Use `value` for a weight for the rest of the pass: the model has set the weight's `data`, as `to(torch.float32)` does."""
-        if id(value) in self._replaced:
+        if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()
-        self._written[key] = value.clone() if next(self._sharing_memory(value), None) is not None else value
-        self._standing_for[self._written[key]] = key
-        self._replaced.add(key)
+        self.written[key] = value.clone() if next(self._sharing_memory(value), None) is not None else value
+        self.standing_for[self.written[key]] = key
+        self.replaced.add(key)
 
     def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the weights and `kept` tensors that share memory with a tensor."""

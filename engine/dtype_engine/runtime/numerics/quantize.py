@@ -129,8 +129,8 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def saturates_beyond(dtype: str) -> float:
-    """Return the largest |value| that any weight can have in a storage dtype: float32's largest value, or for formats with
-    power-of-two scales, the value at which `formats.mx` saturates.
+    """Return the magnitude beyond which a format with scales saturates, whatever the weight's other values are: float32's largest
+    value if the scales are float32, or the value at which `formats.mx` saturates if the scales are powers of two.
     """
     row = dtypes.BY_NAME[dtype]
     return (

@@ -47,7 +47,7 @@ class SingleWeightCastMode(ReferenceMode):
         self.name = name
         key, weight = next((key, weight) for key, weight in weights.items() if weight.info.name == name)
         self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
-        self._replaced.add(key)
+        self.replaced.add(key)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         return self.value.dtype if weight.info.name == self.name else super().dtype_of(weight)

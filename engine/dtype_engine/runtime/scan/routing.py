@@ -38,7 +38,7 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""Number of calls that are sampled over all sequences."""
+"""Number of router calls that are sampled, in total over all sequences."""
 _SWAPPED = 8
 """To measure the cost of a swap, 1 / `_SWAPPED` of the tokens is swapped: those with the smallest margins."""
 

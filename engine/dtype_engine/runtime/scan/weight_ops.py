@@ -46,7 +46,7 @@ class WeightOrigin:
 
 @dataclass(slots=True)
 class WeightOp:
-    """One weighted operation of a pass."""
+    """One operation in a pass that uses a weight, such as a matrix product."""
 
     func: Any
     name: str
@@ -121,8 +121,8 @@ class WeightOpRecorder(ReferenceMode):
         self._made.clear()
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        written = self._standing_for.get(args[0]) if is_in_place(name) and isinstance(args[0], torch.Tensor) else None
-        if written is not None and self._written.get(written) is args[0]:
+        written = self.standing_for.get(args[0]) if is_in_place(name) and isinstance(args[0], torch.Tensor) else None
+        if written is not None and self.written.get(written) is args[0]:
             return self._write(written, func, name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         sources = {}
@@ -131,8 +131,8 @@ class WeightOpRecorder(ReferenceMode):
                 source := self._source(tensor)
             ) is not None:
                 sources[id(tensor)] = source
-        replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self._replaced}
-        values = self._values(replaced, None, name)
+        replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
+        values = self.current_values(replaced, None, name)
         given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
         if not sources:
             if name == "topk":
