@@ -59,7 +59,7 @@ class Architecture:
     """The class, or an auto class for a model that brings its own code."""
     config: Any
     notices: tuple[str, ...] = ()
-    """Notices about entries in `config.json` that are ignored, or interpreted differently from how transformers interprets them."""
+    """Notices about entries in `config.json` that are ignored, and about a class used in place of the one that the file names."""
     trust_remote_code: bool = False
     """Whether the code that comes with the checkpoint may run."""
 
