@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from types import MethodType
 from typing import Any
@@ -25,7 +26,9 @@ __all__ = [
     "call_instead",
     "has_forward_hooks",
     "is_compiled",
+    "is_wrapped",
     "own_tensors",
+    "scripted_calls",
     "slots_of",
     "tensor_slots",
     "version_of",
@@ -38,6 +41,9 @@ TO_COPY = torch.ops.aten._to_copy.default
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """A function that returns the base of a view, which is the tensor that owns the data, or None for a tensor that is not a view."""
+
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
+"""Whether a tensor stands for another one inside of `torch.vmap` and the like: it has no memory, and ends with the transform."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -83,6 +89,25 @@ def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[]
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is the result of `torch.compile`, or was compiled by `Module.compile`."""
     return "_orig_mod" in module._modules or module.__dict__.get(_INSTEAD) is not None
+
+
+@contextmanager
+def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Calls of functions that `torch.jit.script` or `torch.jit.trace` made become `run(function, name, args, kwargs)`. No
+    `TorchFunctionMode` sees them, nor what they call.
+    """
+    kind: Any = torch.jit.ScriptFunction
+    original = kind.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        with WithoutModes():
+            return run(original.__get__(function), function.name, args, kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:

@@ -26,7 +26,7 @@ METADATA = frozenset(
         "element_size", "data_ptr", "get_device", "is_set_to", "is_complex", "is_inference", "is_pinned",
         "is_shared", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__", "__repr__",
         "__format__", "is_same_size", "has_names", "refine_names", "is_conj", "is_neg", "is_nonzero",
-        "is_tensor", "result_type", "can_cast",
+        "is_tensor", "can_cast",
     }
 )  # fmt: skip
 

@@ -26,8 +26,8 @@ from dtype_engine.runtime.modes.op_tables import (
 )
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
-_KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_"})
-"""Operations without promotion: their second tensor only gives the dtype or shape of the result."""
+_KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_", "result_type"})
+"""Operations without promotion: their second tensor only gives the dtype or shape of the result, or the result is a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
 """Forms of calls with several dtypes that torch accepts."""

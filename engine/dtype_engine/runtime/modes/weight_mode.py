@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of
+from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of, is_wrapped
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
 from dtype_engine.runtime.modes.op_tables import (
     METADATA,
@@ -137,7 +137,7 @@ class WeightMode(TorchFunctionMode):
         if kwargs is None:
             kwargs = {}
         kind = _kinds.get(func) or _kind_of(func)
-        if kind is _Kind.CALL and "out" not in kwargs:
+        if kind is _Kind.CALL and "out" not in kwargs and kwargs.get("max_norm") is None:
             return self.run(func, func.__name__, args, kwargs)
         if kind is _Kind.PROPERTY:
             return self.read_property(func, args)
@@ -352,12 +352,13 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments for a call that writes to its first argument or to `out`.
+        """Return the arguments for a call that writes to its first argument, to `out`, or to an embedding table with `max_norm`.
 
         If this destination is a weight, the call gets a copy, which replaces the weight for the rest of the pass. If it shares
         memory with a weight, the weight's values are saved and restored after the pass.
         """
-        destination = kwargs.get("out", args[0] if args else None)
+        first = args[0] if args else None
+        destination = args[1] if kwargs.get("max_norm") is not None and len(args) > 1 else kwargs.get("out", first)
         if not isinstance(destination, torch.Tensor):
             return args, kwargs
         key = id(destination)
@@ -408,7 +409,7 @@ class WeightMode(TorchFunctionMode):
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte and the address after its last byte, or (0, 0) if it has no memory."""
-    if not tensor.numel() or tensor.layout is not torch.strided:
+    if not tensor.numel() or tensor.layout is not torch.strided or is_wrapped(tensor):
         return 0, 0
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()

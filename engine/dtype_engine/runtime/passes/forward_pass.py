@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dtype_engine.runtime.model.torch_private import is_wrapped
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call
 from dtype_engine.runtime.passes.outputs import first_tensor
@@ -140,5 +141,5 @@ def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
     """Return the first integer tensor among the outputs that has at least two dimensions, or None."""
     for each in outputs:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:
-            return each
+            return None if is_wrapped(each) else each
     return None

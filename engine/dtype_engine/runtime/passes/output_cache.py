@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.runtime.model.torch_private import base_of, version_of
+from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, version_of
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ def record_call(
 
     An output is not reusable if it contains objects other than tensors and plain values (such as a key-value cache), or a tensor of
     one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later operations; a tensor
-    with an autograd graph; a tensor without a version counter; a nested tensor.
+    with an autograd graph; a tensor without a version counter; a nested tensor; a tensor inside of `torch.vmap`.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
@@ -72,6 +72,7 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
         or tensor.requires_grad
         or version_of(tensor) < 0
         or tensor.is_nested
+        or is_wrapped(tensor)
     )
 
 

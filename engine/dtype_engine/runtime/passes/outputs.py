@@ -10,14 +10,14 @@ import torch
 
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.containers import parts_of
+from dtype_engine.runtime.model.torch_private import is_wrapped
 
 
 def first_tensor(output: Any) -> torch.Tensor | None:
     """Return the first float tensor in a module's output: the output itself, or a tensor at any depth in a container; or None."""
     if isinstance(output, torch.Tensor):
-        return (
-            output if output.is_floating_point() and output.layout is torch.strided and not output.is_nested else None
-        )
+        has_values = output.layout is torch.strided and not output.is_nested and not is_wrapped(output)
+        return output if has_values and output.is_floating_point() else None
     for _, value in parts_of(output):
         tensor = first_tensor(value)
         if tensor is not None:
