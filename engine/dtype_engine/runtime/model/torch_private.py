@@ -43,7 +43,7 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """A function that returns the base of a view, which is the tensor that owns the data, or None for a tensor that is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor stands for another one inside of `torch.vmap` and the like: it has no memory, and ends with the transform."""
+"""Whether a tensor is a wrapper inside of a transform such as `torch.vmap`. It has no memory, and is valid only in the transform."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -93,8 +93,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Calls of functions that `torch.jit.script` or `torch.jit.trace` made become `run(function, name, args, kwargs)`. No
-    `TorchFunctionMode` sees them, nor what they call.
+    """Replace, for a while, each call of a function made by `torch.jit.script` or `torch.jit.trace` by
+    `run(function, name, args, kwargs)`. No `TorchFunctionMode` sees these calls, nor the torch calls inside the function.
     """
     kind: Any = torch.jit.ScriptFunction
     original = kind.__call__
