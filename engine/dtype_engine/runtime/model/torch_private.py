@@ -43,7 +43,7 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """A function that returns the base of a view, which is the tensor that owns the data, or None for a tensor that is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is a wrapper inside of a transform such as `torch.vmap`. It has no memory, and is valid only in the transform."""
+"""Whether a tensor is a wrapper inside of a transform such as `torch.vmap`. It has no memory and ends with the transform."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
