@@ -80,7 +80,7 @@ class DriftMeter:
     """By sequence: the outputs of the candidate's last pass, and whether modules were compared in that pass."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The numbers of calls per pass; see `MeasurementProgress`."""
+    """The numbers of module calls per pass; see `MeasurementProgress`."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -92,10 +92,11 @@ class DriftMeter:
         self._routing = Routing.of(self.model)
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
-        """Run the measurement and return its totals: those over all sequences, or the first with the listener's requested
-        precision.
+        """Run the measurement and return its totals: those over all sequences, or the first totals that have the precision which
+        the listener requests.
 
-        cancelled: used if there is no listener. Raises NoForward, KernelError, Cancelled.
+        cancelled: a function that returns True to stop the measurement, if there is no listener. Raises NoForward, KernelError,
+        Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals: RunningTotals | None = None

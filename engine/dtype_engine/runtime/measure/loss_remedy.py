@@ -49,8 +49,8 @@ def tried_remedy(
 ) -> LossRemedy | None:
     """Return rules for the losses in a report, with the drift under these rules measured over the same sequences, or None.
 
-    If the nearest dtypes do not reduce the drift, the tensors are also tried as stored, and the better of the two is returned. The
-    model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
+    If the nearest dtypes do not reduce the drift, the tensors are also tried as stored, and the rules with the lower drift are
+    returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost, count, "")
     if first is None:
@@ -103,7 +103,7 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
 
 
 def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield the patterns that match a tensor and otherwise only tensors in `wanted`. The tensor's own name is always one."""
+    """Yield patterns that match a tensor and, besides it, only tensors in `wanted`. One pattern is always the tensor's own name."""
     for pattern in generalisations(name):
         taken = set(select(tree, pattern).tensors)
         if name in taken and taken <= wanted:

@@ -103,8 +103,8 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Give a watched module's output to the observer and the cache. If the output is reused, do so for all calls that it
-        replaces.
+        """Give a watched module's output to the observer and the cache. If the output is from an earlier pass, give them instead
+        the records of all calls that it replaces.
 
         began: the number of calls that had finished when the module began.
         """

@@ -1,6 +1,7 @@
-"""Records the weighted operations of a reference pass: every torch call with a weight, or a view of a weight, as an argument.
+"""Records the operations of a reference pass that use weights: every torch call with a weight, or a view of a weight, as an
+argument.
 
-A pass under `WeightOpRecorder` computes the reference with an autograd graph. It records each weighted operation with its
+A pass under `WeightOpRecorder` computes the reference with an autograd graph. It records each of these operations with its
 arguments, and puts a hook on the output that receives the gradient in the backward pass. It needs no knowledge of modules or
 architectures.
 """
@@ -46,7 +47,7 @@ class WeightOrigin:
 
 @dataclass(slots=True)
 class WeightOp:
-    """One weighted operation of a pass."""
+    """One operation of a pass that uses at least one weight."""
 
     func: Any
     name: str
@@ -80,7 +81,7 @@ class WeightOp:
 
 
 class WeightOpRecorder(ReferenceMode):
-    """Runs the reference with an autograd graph and records every weighted operation.
+    """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
     dtype the model's code has read.

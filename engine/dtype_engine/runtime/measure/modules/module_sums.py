@@ -13,9 +13,9 @@ from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of elements in a chunk. Two float64 copies of a chunk fit in the cache of one core."""
+"""Number of output elements in a chunk, which is summed in one step. Two float64 copies of a chunk fit in the cache of one core."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""Number of elements in a chunk on a GPU. Two float64 copies of a chunk need 67 MB."""
+"""Number of output elements in a chunk on a GPU, which is summed in one step. Two float64 copies of a chunk need 67 MB."""
 
 
 @dataclass(slots=True)
@@ -27,7 +27,9 @@ class ModuleSums:
     """Whether every output had the reference's shape and its rows belonged to the same tokens. Experts get other tokens if the
     routing changes; comparing elements is then meaningless."""
     rerouted: int = 0
-    """For a router: the number of tokens in the call in which it chose another expert for at least one token. Otherwise 0."""
+    """For a router: the number of tokens in the call in which it sent at least one token to another expert than in the reference.
+    Otherwise 0.
+    """
 
     def add(self, other: ModuleSums) -> None:
         """Add the sums of further calls."""

@@ -18,9 +18,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Names in model configurations for the number of experts per token."""
+"""Names that model configurations use for the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
-"""Names in model configurations of settings that change the choice of experts, so that the scores alone do not decide it."""
+"""Names in model configurations of settings that affect which experts a router chooses, so that the scores alone do not decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class Routing:
     experts: frozenset[int]
     """Possible numbers of experts. A router's output has one score for each expert."""
     chosen: int | None
-    """The number of experts per token, if a router chooses those with the largest scores; None if unknown or chosen otherwise."""
+    """The number of experts per token, if a router chooses those with the largest scores; None if it is unknown or scores alone do
+    not decide.
+    """
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:
