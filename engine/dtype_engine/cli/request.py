@@ -56,7 +56,7 @@ class RunRequest:
     made_for: str | None = None
     """The model that the recipe file names."""
     explicit: frozenset[str] = frozenset()
-    """The names of the parameters that the user gave."""
+    """The names of the parameters that the user gave on the command line."""
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""Runs evaluations on an executor. Results come in any order, and the work of a worker that dies is repeated."""
+"""Runs evaluations on an executor. Results come in any order, and if a worker dies, another repeats its work."""
 
 from __future__ import annotations
 

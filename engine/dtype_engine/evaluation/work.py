@@ -1,4 +1,6 @@
-"""Splits scans, recipes, causes and verifications into evaluations that a pool runs."""
+"""Splits scans, measurements of recipes, searches for the causes of drift, and verifications of exports into evaluations that a
+pool runs.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class NoiseFloor:
 
     ways: tuple[str, ...]
     """Descriptions of the repeated reference runs, such as "eager attention" or "batch of two". Each metric is the worst of all
-    these runs. Without any, because the model can't be run in another way, the floor is unknown.
+    these runs. If there are none, because the model supports no such run, the floor is unknown.
     """
     positions: int
     """How many rows of the main output were compared."""
@@ -91,7 +91,7 @@ class NonFiniteDiagnosis:
 
     kind: Literal["weight", "activation", "reference", "unknown"]
     """The cause: "weight": values of `weights` exceed the range of the dtype. "activation": the result of an operation, or an
-    activation cast for an operation, exceeds it. "reference": the float32 reference itself is not finite.
+    activation cast for an operation, exceeds that range. "reference": the float32 reference itself is not finite.
     """
     first_module: str
     """The first module whose output is not finite although the reference's output of this module is finite."""
@@ -109,7 +109,7 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """If there is no remedy, the reason. If there is one, a statement where the reference itself is not finite."""
+    """Why there is no remedy. If there is one: a sentence if the reference has other values that are not finite, else ""."""
     constant: float | None = None
     """A constant of the model's code that the dtype can't hold: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None

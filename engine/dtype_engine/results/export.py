@@ -11,7 +11,9 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """How many tensors and bytes of an export are in one dtype. `nbytes` includes the scales of storage-only dtypes."""
+    """How many tensors and bytes of an export are in one dtype. `nbytes` includes scales, which belong to dtypes that are only
+    stored, such as float8.
+    """
 
     tensors: int
     nbytes: int

@@ -14,7 +14,7 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class WeightScore:
-    """The drift that one weight in one dtype causes, with everything else as in the reference."""
+    """The drift that one weight in one dtype causes, with the rest of the model as in the reference."""
 
     name: str
     dtype: str

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect. The last number is repeated, and large because an attempt may be a login that
-the server refuses.
+"""Seconds to wait before each attempt to reconnect. All later waits are as long as the last one. It is long because an attempt may
+be a login that the server refuses.
 """
 
 

@@ -39,7 +39,7 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
-"""Default maximum number of bytes kept between measurements: outputs for some hundred tokens in a model with 1 B parameters."""
+"""Default maximum number of bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 

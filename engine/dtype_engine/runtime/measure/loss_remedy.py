@@ -70,7 +70,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype nearest to `dtype` in which a tensor's values are only rounded, or `STORED` if none narrower qualifies."""
+    """Return the dtype nearest to `dtype` that only rounds a tensor's values, or `STORED` if none narrower than stored does."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
@@ -86,7 +86,7 @@ def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
 
 
 def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
-    """Return rules, as few as a greedy search finds, that give each tensor in `wanted` its dtype and match no other tensor."""
+    """Return rules that give each tensor in `wanted` its dtype and match no other tensor. A greedy search keeps them few."""
     rules = []
     for dtype in dict.fromkeys(wanted.values()):
         names = [name for name, target in wanted.items() if target == dtype]

@@ -54,8 +54,8 @@ class MeasuredWeight:
 
 @dataclass
 class ExactScan:
-    """Measures each weight in each dtype, with everything else as in the reference. Modules that run before the weight's first use
-    are not run again.
+    """Measures each weight in each dtype, with the rest of the model as in the reference. Modules that run before the weight's
+    first use are not run again.
 
     This class has the same interface as `Scan`. A step measures one weight in one dtype. Afterwards, the model stays cast as in the
     last measurement, so the caller has to restore its recipe.

@@ -48,7 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return every score and its standard error. The score is 0 if a cast loses nothing, which `free(weight, dtype)` returns."""
+    """Return every score and its standard error. The score is 0 if `free(weight, dtype)` is True: the cast loses nothing."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
