@@ -99,7 +99,7 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return what a remedy achieves: `the output is finite with it`, or by how much less the output then drifts."""
+    """Return what a remedy achieves: `the output is finite with it`, or by how much the remedy reduces the drift of the output."""
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")

@@ -70,7 +70,7 @@ class AttributionReport:
     unit: str
     """The unit of all drifts in this report."""
     whole: float
-    """The drift of the whole recipe over these inputs."""
+    """The drift of the whole recipe over the inputs of this report."""
     together: float
     """The sum of the contributions, which need not equal `whole`."""
     positions: int
@@ -100,7 +100,7 @@ class NonFiniteDiagnosis:
     operation: str
     dtype: str
     limit: float | None
-    """The largest finite value of the dtype."""
+    """The largest finite value of `dtype`."""
     weights: tuple[str, ...]
     largest: float | None
     """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""

@@ -174,7 +174,7 @@ class ImplicitCastStats:
     operation: str
     source: str
     target: str
-    """The dtype of the computation, or the storage dtype to which the setting `quantize_activations` rounded an activation."""
+    """The dtype of the computation, or the format to which the setting `quantize_activations` rounded an activation."""
     elements: int
     """How many elements were cast, over all `count` casts."""
     count: int

@@ -64,7 +64,7 @@ class VerifyReport:
     drift_before: OutputDrift | None = None
     """The drift of the source under the recipe, or None if drift was not measured."""
     drift_after: OutputDrift | None = None
-    """The drift of the weights loaded from the export, against the same reference."""
+    """The drift of the weights loaded from the export, against the same reference as `drift_before`."""
     unchecked: tuple[str, ...] = ()
     """A sentence for each property that was not compared."""
     lost: tuple[ValueLoss, ...] = ()

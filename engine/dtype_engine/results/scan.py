@@ -28,7 +28,7 @@ class WeightScore:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much drift every castable weight causes in each of several dtypes. It is 0 in a dtype as wide as the reference's."""
+    """How much drift every castable weight causes in each of several dtypes: 0 in a dtype as wide as the reference's."""
 
     model: str
     device: str
@@ -125,7 +125,7 @@ class SearchReport:
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose casts by the recipe lose values."""
     candidates: tuple[Candidate, ...] = ()
-    """The recipes that were measured to choose this one."""
+    """The recipes that the search measured to choose the recipe of this report."""
     held_out: str | None = None
     """A description of the inputs on which the candidates were measured."""
 

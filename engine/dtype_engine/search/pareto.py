@@ -208,7 +208,7 @@ class ParetoFront:
             self.points.append(FrontPoint(size, max(0.0, total)))
 
     def solution_at(self, index: int) -> Solution:
-        """Return the solution at the point with this index."""
+        """Return the solution at the point of the front with the given index."""
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:

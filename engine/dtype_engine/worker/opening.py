@@ -1,4 +1,4 @@
-"""Opens the model, or as much of it as can be opened."""
+"""Opens a model or, if it can't be opened as a whole, the parts of it that can be opened."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ be a login that the server refuses.
 
 @dataclass
 class _InForce:
-    """The state that a new engine takes over from the previous one."""
+    """The recipe, settings and inputs that a new engine takes over from the previous engine."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -361,7 +361,7 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Explain why a process that ended with this exit status did so, as far as the reason is known."""
+        """Explain why a process ended with the given exit status, as far as the reason is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

@@ -45,7 +45,7 @@ class SaveContext:
     recipe: Recipe
     planned_losses: PlannedLosses = field(default_factory=PlannedLosses)
     on_progress: OnProgress = lambda what, done, total: None
-    """Called with the current step in a few words, the bytes done, and the total bytes."""
+    """A function that is called with the current step in a few words, the bytes done, and the total bytes."""
     cancelled: IsCancelled = never
 
     @property

@@ -69,7 +69,7 @@ class PartDrift:
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures parts in any order, and yields the index and the result of each."""
+"""A function that measures parts of the model in any order, and yields the index and the result of each part."""
 
 
 @dataclass(slots=True)
@@ -260,7 +260,7 @@ class _LocalError(ModuleObserver):
 
     @property
     def sqnr_db(self) -> float | None:
-        """The SQNR in dB over all calls that could be compared, or None if there were none."""
+        """The SQNR in dB over all calls of the module whose outputs could be compared, or None if there were none."""
         return None if self._sums is None else sqnr_db(self._sums.sums.energy, self._sums.sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -274,7 +274,7 @@ class _LocalError(ModuleObserver):
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a subtree into its children. If it has only one child, split that child instead."""
+    """Split a subtree into its children. If a subtree has only one child, split this child instead."""
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

@@ -73,9 +73,9 @@ class DriftMeter:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about `model` that its passes have shown."""
     candidate: LiveModel | None = None
-    """The currently cast model to compare; if None, `model`. The outputs of another model must have the same shape."""
+    """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about `candidate` that its passes have shown, if it is another model."""
+    """Facts about `candidate` that its passes have shown, if `candidate` is not `model` itself."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By sequence: the outputs of the candidate's last pass, and whether modules were compared in that pass."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether modules are compared in a sequence even if the listener does not request it."""
+        """Return whether the plan compares modules in a sequence, even if the listener does not request this."""
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:

@@ -64,7 +64,7 @@ class MeasurementProgress(ModuleObserver):
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Pass the result of a reused call on to the observer, and count the call as finished."""
+        """Pass the stored result of a module call that is not run again on to the observer, and count the call as finished."""
         self._observer.replay(module, observed)
         self._call_finished()
 

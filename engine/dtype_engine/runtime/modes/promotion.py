@@ -49,18 +49,18 @@ class ImplicitCast:
     """
     elements: int
     torch_raises: bool
-    """Whether plain torch refuses the call. If False, torch makes this cast itself."""
+    """Whether plain torch refuses the operation without this cast. If False, torch makes the cast itself."""
 
 
 class MixedCallSite(CallSite, Protocol):
-    """Where a call comes from, and how its casts are recorded."""
+    """The place from which a torch function is called, and a callback that records the casts of its arguments."""
 
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
     """The name of the operation that torch is running, if torch makes the casts inside it; otherwise ""."""
     added: bool
-    """Set to True if a call ran with arguments that differ from the model's own."""
+    """Set to True if a torch call ran with arguments that differ from those which the model's code passed."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a weight or a view of one."""

@@ -99,13 +99,13 @@ class WeightMode(TorchFunctionMode):
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
-        """Whether any call of the pass needed arguments other than the model's own, because of dtypes."""
+        """Whether any torch call got arguments that differ, because of dtypes, from those which the model's code passed."""
         self.module = ""
         """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
         """The number of finished module calls. The code that runs the pass keeps it current."""
         self.kept: Sequence[torch.Tensor] = ()
-        """Tensors other than weights that must have their old values after the pass."""
+        """Tensors other than weights whose values from before the pass must be restored after it."""
         self.first_use: dict[int, int] = {}
         """The value of `finished` when a weight or one of its properties was first used, by `id` of its tensor."""
         self.operation = ""

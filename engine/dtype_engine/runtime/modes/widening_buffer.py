@@ -1,4 +1,4 @@
-"""Reused memory for widened weights, so that not every weight needs new memory."""
+"""Memory that is reused for one widened weight after another, so that not every weight needs new memory."""
 
 from __future__ import annotations
 

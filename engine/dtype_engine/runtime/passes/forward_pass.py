@@ -72,7 +72,7 @@ class ForwardPass:
         self.observing_seconds = 0.0
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record that a module is called with these arguments."""
+        """Record that a module is called with the given arguments."""
         self.inside.append(name)
         self.began.append(len(self.finished))
         if self.effects is not None:
@@ -80,7 +80,7 @@ class ForwardPass:
         self.mode.module = name
 
     def watches(self, name: str) -> bool:
-        """Return whether the outputs of this module are observed."""
+        """Return whether the outputs of a module are observed."""
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:

@@ -31,7 +31,7 @@ class KeptPositions:
     """The masks of one batch: bool [batch, positions] on the model's device. At least one mask is not None."""
 
     encoder: torch.Tensor | None
-    """The mask of the encoder's positions, or of the whole model's if it has no decoder of its own."""
+    """The mask of the encoder's positions or, if the model has no decoder beside an encoder, of the whole model's positions."""
     decoder: torch.Tensor | None
     """The mask of the decoder's positions in an encoder-decoder model."""
     has_decoder: bool

@@ -15,7 +15,7 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What a pass does in addition to running the model. By default, it does nothing in addition."""
+    """What a pass does in addition to running the model. By default: nothing."""
 
     watched: frozenset[str] | None = None
     """Names of the modules whose outputs the observer receives. If None, all modules."""

@@ -96,7 +96,7 @@ class OutputCache:
     _storages: set[int] = field(default_factory=set)
 
     def add(self, call: ModuleCall) -> None:
-        """Append a finished call."""
+        """Append the record of a finished module call."""
         if self.budget < 0:
             return
         for tensor, _ in call.versions:

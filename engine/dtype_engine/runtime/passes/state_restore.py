@@ -107,9 +107,9 @@ class _State:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Attribute dicts of modules and objects, each with a copy of its saved contents."""
+        """Attribute dicts of modules and objects, each with a copy of the contents that it had when the state was saved."""
         self._containers: list[tuple[Any, Any]] = []
-        """Containers, each with a copy of its saved contents."""
+        """Containers, each with a copy of the contents that it had when the state was saved."""
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:

@@ -49,7 +49,7 @@ class MeasuredWeight:
     forward_seconds: float
     """Duration in seconds of a pass with all weights uncast."""
     scan_seconds: float
-    """Duration in seconds of this measurement."""
+    """Duration in seconds of the measurement of this weight."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class ExactScan:
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
-    """The share of the measurements that this process performs."""
+    """The share of all measurements that this process performs."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:

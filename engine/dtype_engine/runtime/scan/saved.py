@@ -92,7 +92,7 @@ class SavedScan:
 
     @property
     def count(self) -> int:
-        """The number of finished parts."""
+        """The number of finished parts of the scan."""
         return len(self.done) if self.measured is None else len(self.measured)
 
 

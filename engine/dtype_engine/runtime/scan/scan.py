@@ -104,7 +104,9 @@ class Scan:
     shard: Shard = WHOLE
     """The share of the sequences that this process scans."""
     on_unsaved: Callable[[str], None] | None = None
-    """Called with the reason if the file can't be written; the scan then continues unsaved. If None, UserError is raised."""
+    """A function that is called with the reason if the file can't be written; the scan then continues unsaved. If None, UserError
+    is raised instead.
+    """
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:

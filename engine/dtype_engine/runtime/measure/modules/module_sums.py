@@ -32,7 +32,7 @@ class ModuleSums:
     """
 
     def add(self, other: ModuleSums) -> None:
-        """Add the sums of further calls."""
+        """Add the sums over the outputs of further calls of the module."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted

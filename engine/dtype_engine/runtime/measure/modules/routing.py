@@ -73,11 +73,11 @@ class RoutingComparer:
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router with `tokens` tokens chose another expert for at least one of them."""
+        """Record that a router, called with `tokens` tokens, chose another expert than in the reference for at least one."""
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return a router's number of tokens if it chose another expert for any of them; otherwise, and for other modules, 0."""
+        """If a router chose another expert than in the reference for any token, return its number of tokens; otherwise 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:
