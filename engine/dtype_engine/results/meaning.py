@@ -26,8 +26,8 @@ def rounding_sqnr_db(mantissa: int) -> float:
     """Return the lowest SQNR in dB of values rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
 
     Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. The mean square of this error is
-    2^(2e - 2 mantissa) / 12, and the square of the value is m^2 2^(2e). For m = 1, the worst case, their ratio is 10.8 dB plus 6.02
-    dB for each bit; values of many magnitudes have 2.7 to 3.7 dB more.
+    2^(2e - 2 mantissa) / 12, and the square of the value is m^2 2^(2e). For m = 1, the worst case, the square of the value is above
+    the error by 10.8 dB plus 6.02 dB for each bit; values of many magnitudes have 2.7 to 3.7 dB more.
     """
     return 10 * math.log10(12 * 4**mantissa)
 

@@ -38,8 +38,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype, and the dtypes that they may have, the one with the fewest bytes first. No choice is
-    both larger and worse than another.
+    """Weights that must have the same dtype, and their choices: the dtypes that they may have, the one with the fewest bytes first.
+    No choice is both larger and worse than another.
     """
 
     weights: tuple[str, ...]

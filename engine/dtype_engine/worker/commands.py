@@ -182,7 +182,7 @@ class Generate(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan. To measure a newer recipe, it is interrupted."""
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts the scan."""
 
     name = "scan"
     dtypes: tuple[str, ...]

@@ -95,8 +95,8 @@ class DriftMeter:
         """Run the measurement and return its totals: those over all sequences, or the first totals that have the precision which
         the listener requests.
 
-        cancelled: a function that returns True to stop the measurement, if there is no listener. Raises NoForward, KernelError,
-        Cancelled.
+        cancelled: a function that returns True to stop the measurement, used only without a listener. Raises NoForward,
+        KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals: RunningTotals | None = None

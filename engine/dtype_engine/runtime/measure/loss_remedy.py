@@ -70,7 +70,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype nearest to `dtype` that only rounds a tensor's values, or `STORED` if none narrower than stored does."""
+    """Return the dtype nearest to `dtype` that only rounds a tensor's values, or `STORED` if no narrower dtype than stored does."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))

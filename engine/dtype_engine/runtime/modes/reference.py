@@ -20,7 +20,7 @@ _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 
 class ReferenceMode(WeightMode):
     """Computes with the stored values of every weight, widened when an operation uses the weight. It replaces only the weights for
-    which the module holds other values than these.
+    which the module holds values other than the widened ones.
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 

@@ -1,7 +1,7 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions, of which its own mask and labels of -100 leave out some. If no position is left out, the mask is None, so that
+positions, of which the decoder's mask and labels of -100 leave out some. If no position is left out, the mask is None, so that
 comparisons need no copy of the outputs without the padding.
 """
 

@@ -1,5 +1,5 @@
-"""Finds weights whose operation has an output of which the model's code reads the dtype. In 16 bits, such a weight also affects
-other operations.
+"""Finds the weights of operations whose output dtype the model's code reads. In 16 bits, such a weight also affects other
+operations than its own.
 
 For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors do not
 include this effect, so these few weights are measured in the 16-bit dtypes by separate passes.

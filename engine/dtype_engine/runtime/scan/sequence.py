@@ -61,7 +61,7 @@ class SequenceScan:
     """A function that is called as `on_measured(done, total)` with the number of measured operations and of all operations."""
     cancelled: IsCancelled
     classes: ClassesDim = "auto"
-    """The setting `classes_dim`: the output dimension that holds the logits of a distribution."""
+    """The setting `classes_dim`, which decides the output dimension that holds the logits of a distribution."""
     unit: str = ""
     elements: int = 1
     """Number of elements in the main output."""
