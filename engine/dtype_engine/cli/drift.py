@@ -163,7 +163,7 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure the drift of each module when only it is cast, in this process or by workers. Raises UserError."""
+    """Measure, for each module, the drift if only this module is cast, in this process or by workers. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work

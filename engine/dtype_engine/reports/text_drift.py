@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""If the drift of a part is this many times the whole model's drift, it is not shown as a share of the whole model's drift."""
+"""If a part's drift is this many times the whole model's drift, the part's drift is not shown as a share of the whole."""
 
 
 def extent_text(extent: Extent) -> str:

@@ -35,7 +35,9 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift is at most the floor, and so only noise. Compares mean KL if both have it, otherwise SQNR."""
+        """Return whether a drift is at most the floor, and so only noise. The two are compared by mean KL if both have it,
+        otherwise by SQNR.
+        """
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -76,7 +78,7 @@ class AttributionReport:
     positions: int
     """How many rows of the main output were compared."""
     passes: int
-    """How many forward passes were run. Some passes skipped the modules before the first changed one."""
+    """How many forward passes were run. Some of them skipped the modules before the first module that a cast changed."""
     seconds: float
     causes: tuple[Contribution, ...]
     """The contributions, the largest first."""

@@ -126,7 +126,7 @@ class Finding:
     what: str
     """The problem, in words that follow the name in `tensor`."""
     file: str = ""
-    """The name of the file that contains the problem."""
+    """The name of the file in which the problem was found."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A word for a drift, and the known drift that it was compared with, such as `up to that of q8_0`."""
+    """A word for a drift, and the known drift with which this drift was compared, such as `up to that of q8_0`."""
 
     word: Word
     why: str
@@ -87,7 +87,7 @@ class Meaning:
 
 
 def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Describe how the modules drift whose model's output is identical to the reference's."""
+    """Describe how the modules of a model drift if the output of the model is identical to the reference's."""
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"

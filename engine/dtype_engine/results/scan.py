@@ -123,7 +123,7 @@ class SearchReport:
     """The measured drift of the recipe, or None if it was not measured."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose casts by the recipe lose values."""
+    """The weights that lose values when the recipe casts them."""
     candidates: tuple[Candidate, ...] = ()
     """The recipes that the search measured to choose the recipe of this report."""
     held_out: str | None = None

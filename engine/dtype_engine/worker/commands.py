@@ -75,7 +75,7 @@ class Command(Message, frozen=True):
 
     name: ClassVar[JobName]
     rank: ClassVar[int] = 3
-    """Commands of a lower rank run first."""
+    """The rank of the command in the queue: commands of a lower rank run first."""
     once: ClassVar[bool] = True
     """Whether a newer command of the same type replaces a waiting one."""
     needs_model: ClassVar[bool] = True

@@ -32,7 +32,7 @@ class OpenModel:
     known_tree: Tree | None = None
     """The tree with module classes, if the architecture is known but there is no session."""
     why_closed: str = ""
-    """Why there is no session."""
+    """Why there is no session, if there is none."""
 
     @property
     def available(self) -> Available:

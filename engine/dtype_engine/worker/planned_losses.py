@@ -22,7 +22,7 @@ MAX_AUTOMATIC_BYTES = 8 << 30
 
 
 class PlannedLosses:
-    """Counts the values that the casts of recipes lose, once for each tensor and dtype."""
+    """Counts the values that the casts of recipes lose, only once for each tensor and dtype."""
 
     def __init__(self) -> None:
         self.counted: Counted = {}

@@ -1,4 +1,5 @@
-"""An engine in another process, here or elsewhere. Commands go to its standard input, events come from its standard output.
+"""An engine in another process, on this machine or another one. Commands go to its standard input, events come from its standard
+output.
 
 If that process ends, the app continues and receives an event.
 """
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect. All later waits are as long as the last one. It is long because an attempt may
-be a login that the server refuses.
+"""Seconds to wait before each attempt to reconnect. All later waits are as long as the last one. This last wait is long because an
+attempt may be a login that the server refuses.
 """
 
 

@@ -1,4 +1,5 @@
-"""Attributes the drift of a recipe to parts of the model, by running one part as cast and all others as in the reference.
+"""Attributes the drift of a recipe to parts of the model, by running one part with its cast weights and all other parts as in the
+reference.
 
 A part is a module that itself runs operations which use weights (a Linear, a norm, an embedding), or a subtree if there are too
 many such modules to run each. The drift of a part is measured at the main output, in a pass in which only this part uses its cast

@@ -1,7 +1,7 @@
 """The noise floor of drift: the difference between two runs of the reference that add the same numbers in a different order.
 
-Another attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the noise
-floor, the candidate can't be distinguished from the reference.
+A different attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the
+noise floor, the candidate can't be distinguished from the reference.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model as it is currently cast, and reuse the outputs of `options.earlier` that can't have changed."""
+        """Run the model as it is currently cast. Module outputs of `options.earlier` that can't have changed are reused."""
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()

@@ -44,7 +44,7 @@ class MeasuredWeight:
     key: Key
     score: float
     error: float | None
-    """The standard error of the score, or None if it is unknown."""
+    """The standard error of the measured score, or None if it is unknown."""
     unit: str
     forward_seconds: float
     """Duration in seconds of a pass with all weights uncast."""

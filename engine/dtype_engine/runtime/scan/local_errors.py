@@ -129,7 +129,7 @@ class _Again:
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """Return the floating-point outputs of the operation with the weight in `dtype`."""
+        """Return the floating-point outputs of the operation, rerun with the weight in `dtype`."""
         operation, errors = self.operation, self.errors
         taken = []
         for key, source in self.cast.items():

@@ -97,7 +97,7 @@ class SavedScan:
 
 
 class _TopKSample(msgspec.Struct):
-    """The form in which a `TopKSample` is saved in the file."""
+    """The form in which a `TopKSample` is saved in the file of a scan."""
 
     place: int
     """The `index` of the `TopKSample`."""
@@ -109,7 +109,7 @@ class _TopKSample(msgspec.Struct):
 
 
 class _Sequence(msgspec.Struct):
-    """The form in which a `SequenceScores` is saved in the file."""
+    """The form in which a `SequenceScores` is saved in the file of a scan."""
 
     mass: float
     """The `normalizer` of the `SequenceScores`."""

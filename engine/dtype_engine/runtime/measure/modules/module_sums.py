@@ -56,7 +56,8 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 
     kept: a bool mask of the output's first dimensions; only these positions are compared.
 
-    Only the sums needed for modules are computed, in float64. Computing all sums of the main output would take twice as long.
+    Only the sums needed for modules are computed, in float64. Computing also the sums that only the main output needs would take
+    twice as long.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)

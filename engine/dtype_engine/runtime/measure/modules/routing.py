@@ -1,4 +1,4 @@
-"""Finds modules in a mixture of experts whose rows belong to other tokens than in the reference.
+"""Finds modules in a mixture of experts whose output rows belong to other tokens than in the reference.
 
 A router sends each token to a few experts, and an expert's input has one row for each of its tokens. If rounding sends a token to
 another expert, later rows of that input shift to other tokens, so comparing elements is meaningless. Outputs with one row for every
