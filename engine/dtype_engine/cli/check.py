@@ -12,7 +12,7 @@ from dtype_engine.results.as_json import as_json
 
 NO = 1
 _MOST_TENSORS = 10_000
-"""Maximum number of tensors that are compared with the architecture by default. This takes seconds, mostly to import torch."""
+"""Maximum number of tensors that are compared with the architecture by default. Importing torch for this takes seconds."""
 
 
 @click.command(cls=ModelCommand, rules=False, runs=False)

@@ -126,7 +126,7 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """The parts of the report of `drift` that are not in the `DriftReport`."""
+    """The parts of the result of `dtype-engine drift` that are not in the `DriftReport`."""
 
     floor: NoiseFloor | None
     """The noise floor, or None if it was not measured."""
@@ -134,18 +134,18 @@ class _Details:
     causes: AttributionReport | None
     meaning: Meaning
     with_remedy: bool
-    """Whether --suggest was given. With it, `remedy` is None if no cast loses values."""
+    """Whether --suggest was given. If True, a `remedy` of None means that no cast loses values."""
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
-        """Return these details as keys for the JSON object of the report."""
+        """Return these details as keys for the JSON object of the drift report."""
         keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
         keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.with_remedy else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """Return these details as the lines that follow those of the report."""
+        """Return these details as the lines that follow the lines of the drift report."""
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
 
@@ -163,7 +163,7 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure the drift of each module when only it is cast, in this process or by workers. Raises UserError."""
+    """Measure, for each module, the drift if only this module is cast, in this process or by workers. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work

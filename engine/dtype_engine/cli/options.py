@@ -1,4 +1,4 @@
-"""The options that both programs share, and the command class that turns them into one `RunRequest`."""
+"""The options that `dtype-engine` and `dtype-tui` share, and the command class that turns them into one `RunRequest`."""
 
 from __future__ import annotations
 

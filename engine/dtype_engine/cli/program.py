@@ -1,4 +1,6 @@
-"""Runs a command for both command lines: answers and JSON on standard output, progress and one-line errors on standard error."""
+"""Runs a command of `dtype-engine` or `dtype-tui`: its result or JSON on standard output, progress and one-line errors on standard
+error.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def answer(text: str, nl: bool = True) -> None:
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error. A failure is ignored, because neither the answer nor the exit status depends on the line."""
+    """Print a line on standard error. A failure is ignored, because neither the result nor the exit status depends on the line."""
     with contextlib.suppress(OSError):
         print(line, file=sys.stderr)
 
@@ -47,7 +49,7 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show a step in place of the previous one. Does nothing if standard error is not a terminal."""
+    """Show a step on standard error in place of the previous step. Does nothing if standard error is not a terminal."""
     global _step
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")

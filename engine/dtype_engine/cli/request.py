@@ -49,14 +49,14 @@ class RunRequest:
     options: Options
     """The options. They include the settings of the recipe file, except those that the command line overrides."""
     recipe: Recipe = field(default_factory=Recipe)
-    """The rules of the recipe file, then those of --cast."""
+    """The rules of the recipe file, followed by the rules of --cast."""
     preset: str | None = None
     """The name of the preset. Its rules depend on the tree, so `with_preset` later puts them before those of `recipe`."""
     recipe_file: Path | None = None
     made_for: str | None = None
     """The model that the recipe file names."""
     explicit: frozenset[str] = frozenset()
-    """The names of the parameters that the user gave."""
+    """The names of the parameters that the user gave on the command line."""
 
     @classmethod
     def of(

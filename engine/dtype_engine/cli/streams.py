@@ -1,4 +1,4 @@
-"""Standard streams: only answers go to standard output, whatever a model's code prints. A write failure is an error."""
+"""Manages the standard streams: only a command's result goes to standard output, and a failure to write it is an error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from dtype_engine.core.errors import UserError
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 """The standard streams and their modes, keyed by file descriptor."""
 _answers: list[TextIO] = []
-"""A stack of streams for the answers of the running commands, the innermost last. If it is empty, `sys.stdout` is used."""
+"""A stack of the streams to which the running commands write their results, the innermost command's last. If it is empty,
+`sys.stdout` is used.
+"""
 
 
 class ReaderGone(Exception):
@@ -115,5 +117,5 @@ def answers_alone() -> Iterator[None]:
 
 
 def answers() -> TextIO:
-    """Return the stream that answers are written to."""
+    """Return the stream to which the running command writes its result."""
     return _answers[-1] if _answers else sys.stdout

@@ -1,4 +1,4 @@
-"""Limits on the drift, as options of both command lines."""
+"""Limits on the drift, as options of `dtype-engine` and `dtype-tui`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs evaluations on an executor. Results come in any order, and the work of a worker that dies is repeated."""
+"""Runs evaluations on an executor. Results come in any order, and if a worker dies, another repeats its work."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""Maximum number of times in a row that the workers may end without a result."""
+"""Maximum number of times in a row that all workers may end without having returned a result."""
 _PROCESS_BYTES = 700 << 20
 """Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
 
@@ -70,7 +70,7 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations like `Pool.results`. If a process is killed, its work is repeated."""
+        """Run the evaluations like `Pool.results`. If a process is killed, another process repeats its work."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -111,8 +111,8 @@ def results(
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
     """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, call `broken()`
-    and submit the unfinished evaluations to a new one. ahead: maximum number of evaluations that are submitted at once. A pause
-    must wait for all of them.
+    and submit the unfinished evaluations to a new one. ahead: maximum number of evaluations that are submitted at once. A pause of
+    the work must wait for all that are submitted.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0

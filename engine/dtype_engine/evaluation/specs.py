@@ -64,7 +64,7 @@ class ScanSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExactScore:
-    """Task: measure one weight in one dtype, with everything else as in the reference. `dtypes` are those of the whole scan."""
+    """Task: measure one weight in one dtype, with all others as in the reference. `dtypes` are those of the whole scan."""
 
     dtypes: tuple[str, ...]
     weight: str
@@ -81,7 +81,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure the drift when only one part of the model is cast by a recipe, with everything else as in the reference."""
+    """Task: measure the drift if a recipe casts only one part of the model, with the rest as in the reference."""
 
     recipe: Recipe
     settings: RunSettings

@@ -1,4 +1,4 @@
-"""A search that measures the recipes nearest to its limit and chooses the best of them by the measured drift."""
+"""Searches for a recipe: measures the recipes nearest to a limit, and chooses the best of them by the measured drift."""
 
 from __future__ import annotations
 

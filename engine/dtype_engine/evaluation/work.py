@@ -1,4 +1,6 @@
-"""Splits scans, recipes, causes and verifications into evaluations that a pool runs."""
+"""Splits scans, measurements of recipes, searches for the causes of drift, and verifications of exports into evaluations that a
+pool runs.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +49,17 @@ _PIECE, _MOST = 64 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pool, and the model that its workers open."""
+    """A pool of workers, and the model that they open."""
 
     pool: Pool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """Called once for each worker process that has other versions of the program, torch or the platform than this process."""
+    """A function that is called once for each worker process that has other versions of the program, torch or the platform than
+    this process.
+    """
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """Run tasks in this model on the pool, like `Pool.results`."""
+        """Run tasks on the pool, in the model that its workers open. Yields results like `Pool.results`."""
         noted: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)

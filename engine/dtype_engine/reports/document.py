@@ -112,7 +112,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with a plan's rules: how many tensors each matches, and for how many of them it decides."""
+    """Return the section with a plan's rules: how many tensors each rule matches, and for how many it decides the dtype."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -251,7 +251,7 @@ def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the outline's lines for the modules directly below those of one line."""
+    """Return the outline's lines for the modules directly below the modules of one line."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):

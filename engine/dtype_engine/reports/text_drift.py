@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""If the drift of a part is this many times the whole model's drift, it is not shown as a share of the whole model's drift."""
+"""If a part's drift is this many times the whole model's drift, the part's drift is not shown as a share of the whole."""
 
 
 def extent_text(extent: Extent) -> str:
@@ -99,7 +99,7 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return what a remedy achieves: `the output is finite with it`, or by how much less the output then drifts."""
+    """Return what a remedy achieves: `the output is finite with it`, or by how much the remedy reduces the drift of the output."""
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")

@@ -101,7 +101,7 @@ def loss_notice(losses: Sequence[ValueLoss]) -> str:
 
 
 def remedy_lines(remedy: LossRemedy | None) -> list[str]:
-    """Return lines with the rules that keep the values, and the drift without and with these rules."""
+    """Return lines with the rules that keep the lost values, and the drift without these rules and with them."""
     if remedy is None:
         return ["suggest    nothing: no cast loses values, except by rounding"]
     casts = " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in remedy.rules)

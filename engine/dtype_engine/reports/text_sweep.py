@@ -14,7 +14,7 @@ _WIDTH, _HEIGHT = 60, 12
 
 
 def sweep_text(report: SweepReport) -> str:
-    """Return one line for each recipe, smallest first, then a plot of drift over bytes. `*` marks recipes that none beats."""
+    """Return one line for each recipe, smallest first, then a plot of drift over bytes. `*`: no other recipe is better."""
     lines = [
         f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
         f"inputs     {report.inputs}",

@@ -24,7 +24,7 @@ class NoiseFloor:
 
     ways: tuple[str, ...]
     """Descriptions of the repeated reference runs, such as "eager attention" or "batch of two". Each metric is the worst of all
-    these runs. Without any, because the model can't be run in another way, the floor is unknown.
+    these runs. If there are none, because the model supports no such run, the floor is unknown.
     """
     positions: int
     """How many rows of the main output were compared."""
@@ -35,7 +35,9 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift is at most the floor, and so only noise. Compares mean KL if both have it, otherwise SQNR."""
+        """Return whether a drift is at most the floor, and so only noise. The two are compared by mean KL if both have it,
+        otherwise by SQNR.
+        """
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
@@ -70,13 +72,13 @@ class AttributionReport:
     unit: str
     """The unit of all drifts in this report."""
     whole: float
-    """The drift of the whole recipe over these inputs."""
+    """The drift of the whole recipe over the inputs of this report."""
     together: float
     """The sum of the contributions, which need not equal `whole`."""
     positions: int
     """How many rows of the main output were compared."""
     passes: int
-    """How many forward passes were run. Some passes skipped the modules before the first changed one."""
+    """How many forward passes were run. Some of them skipped the modules before the first module that a cast changed."""
     seconds: float
     causes: tuple[Contribution, ...]
     """The contributions, the largest first."""
@@ -91,7 +93,7 @@ class NonFiniteDiagnosis:
 
     kind: Literal["weight", "activation", "reference", "unknown"]
     """The cause: "weight": values of `weights` exceed the range of the dtype. "activation": the result of an operation, or an
-    activation cast for an operation, exceeds it. "reference": the float32 reference itself is not finite.
+    activation cast for an operation, exceeds that range. "reference": the float32 reference itself is not finite.
     """
     first_module: str
     """The first module whose output is not finite although the reference's output of this module is finite."""
@@ -100,7 +102,7 @@ class NonFiniteDiagnosis:
     operation: str
     dtype: str
     limit: float | None
-    """The largest finite value of the dtype."""
+    """The largest finite value of `dtype`."""
     weights: tuple[str, ...]
     largest: float | None
     """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""
@@ -109,7 +111,7 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """If there is no remedy, the reason. If there is one, a statement where the reference itself is not finite."""
+    """Why there is no remedy. If there is one: a sentence if the reference has other values that are not finite, else ""."""
     constant: float | None = None
     """A constant of the model's code that the dtype can't hold: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None

@@ -126,7 +126,7 @@ class Finding:
     what: str
     """The problem, in words that follow the name in `tensor`."""
     file: str = ""
-    """The name of the file that contains the problem."""
+    """The name of the file in which the problem was found."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +139,12 @@ class CheckReport:
     scales: int
     """How many scale tensors were read."""
     values: int | None
-    """How many tensors had their values read, or None if the user did not request that."""
+    """For how many tensors the values were read, or None if the user did not request this."""
     seconds: float
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...] = ()
     """Sentences that say what was not checked."""
     against: str | None = None
-    """The checkpoint with which this one was compared."""
+    """The checkpoint with which the checked checkpoint was compared."""
     coverage: Coverage | None = None
     """How many tensors of the architecture, or of the index, the files have. None if neither is known."""

@@ -35,7 +35,7 @@ class OutputDrift:
     rel_l2: float
     """The relative L2 error, ‖c - r‖ / ‖r‖. c is the candidate's output, r the reference's."""
     sqnr_db: float
-    """20 log10(‖r‖ / ‖c - r‖) in decibels: the reference r over the error. Infinity if the candidate c equals r."""
+    """20 log10(‖r‖ / ‖c - r‖) in decibels: the size of the reference r over that of the error c - r. Infinity if c equals r."""
     cosine: float
     """The cosine similarity of the two outputs, r·c / (‖r‖ ‖c‖)."""
     nonfinite: int
@@ -69,9 +69,9 @@ class OutputDrift:
     dp_p1: float | None = None
     dp_p99: float | None = None
     perplexity_reference: float | None = None
-    """exp of the mean of -log p, with p as the reference's probability of the actual next token."""
+    """The reference's perplexity: exp of the mean of -log p, where p is its probability of the actual next token."""
     perplexity_candidate: float | None = None
-    """exp of the mean of -log q, with q as the candidate's probability of the actual next token."""
+    """The candidate's perplexity: exp of the mean of -log q, where q is its probability of the actual next token."""
     log_ratio: float | None = None
     """log(perplexity_candidate / perplexity_reference) in nats. This is the mean of log p - log q for the actual next token."""
     log_ratio_se: float | None = None
@@ -148,7 +148,7 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Return the modules whose outputs differ from the reference, the worst first. Modules are ordered by the number of non-finite
+    """Return the modules whose outputs differ from the reference, the worst first. They are ordered by the number of non-finite
     values, then by SQNR. A module that only returns the output of a module inside it, as an MLP returns that of its last
     projection, is left out.
     """
@@ -174,7 +174,7 @@ class ImplicitCastStats:
     operation: str
     source: str
     target: str
-    """The dtype of the computation, or the storage dtype to which the setting `quantize_activations` rounded an activation."""
+    """The dtype of the computation, or the format to which the setting `quantize_activations` rounded an activation."""
     elements: int
     """How many elements were cast, over all `count` casts."""
     count: int
@@ -203,8 +203,8 @@ class Seconds:
 class Extent:
     """How much of the inputs some metrics cover, and how precise the metrics are as estimates for all inputs.
 
-    An error is the standard error divided by the metric (`runtime/measure/sampling_error.py`): 0.0 once all inputs were run, None
-    if it is unknown.
+    The error of a metric is its standard error divided by the metric (`runtime/measure/sampling_error.py`): 0.0 once all inputs
+    were run, None if it is unknown.
     """
 
     done: int

@@ -11,7 +11,9 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """How many tensors and bytes of an export are in one dtype. `nbytes` includes the scales of storage-only dtypes."""
+    """How many tensors and bytes of an export are in one dtype. `nbytes` includes scales, which belong to dtypes that are only
+    stored, such as float8.
+    """
 
     tensors: int
     nbytes: int
@@ -62,7 +64,7 @@ class VerifyReport:
     drift_before: OutputDrift | None = None
     """The drift of the source under the recipe, or None if drift was not measured."""
     drift_after: OutputDrift | None = None
-    """The drift of the weights loaded from the export, against the same reference."""
+    """The drift of the weights loaded from the export, against the same reference as `drift_before`."""
     unchecked: tuple[str, ...] = ()
     """A sentence for each property that was not compared."""
     lost: tuple[ValueLoss, ...] = ()

@@ -25,9 +25,9 @@ Word = Literal["exact", "under the floor", "invisible", "small", "visible", "bro
 def rounding_sqnr_db(mantissa: int) -> float:
     """Return the lowest SQNR in dB of values rounded to a float with `mantissa` bits of mantissa, without the implicit bit.
 
-    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. Compared with m^2 2^(2e), its
-    mean square is 2^(2e - 2 mantissa) / 12. For m = 1, the worst case, that gives 10.8 dB plus 6.02 dB for each bit; values of many
-    magnitudes have 2.7 to 3.7 dB more.
+    Rounding a value m 2^e with 1 <= m < 2 causes an error of up to half a unit in the last place. The mean square of this error is
+    2^(2e - 2 mantissa) / 12, and the square of the value is m^2 2^(2e). For m = 1, the worst case, the square of the value is above
+    the error by 10.8 dB plus 6.02 dB for each bit; values of many magnitudes have 2.7 to 3.7 dB more.
     """
     return 10 * math.log10(12 * 4**mantissa)
 
@@ -61,7 +61,7 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
     (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
-"""For each lower limit, the word for a drift that meets it, and a comparison with known drifts. `_KL` has upper limits."""
+"""Lower limits of the SQNR in dB, each with the word for a drift that meets it and a known drift to compare it with."""
 
 HELP = (
     "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
@@ -77,7 +77,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A word for a drift, and the known drift that it was compared with, such as `up to that of q8_0`."""
+    """A word for a drift, and the known drift with which this drift was compared, such as `up to that of q8_0`."""
 
     word: Word
     why: str
@@ -87,7 +87,7 @@ class Meaning:
 
 
 def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Describe how the modules drift whose model's output is identical to the reference's."""
+    """Describe how the modules of a model drift if the output of the model is identical to the reference's."""
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"

@@ -12,14 +12,14 @@ class MemoryStats:
     stored_bytes: int | None = None
     """Bytes of the tensors in the checkpoint."""
     planned_bytes: int | None = None
-    """Bytes of the same tensors in the dtypes of the recipe."""
+    """Bytes of the checkpoint's tensors in the dtypes of the recipe."""
     resident_bytes: int | None = None
     """Bytes of the live module's tensors, including non-persistent buffers."""
     resident_by_device: tuple[tuple[str, int], ...] = ()
     rss_bytes: int | None = None
     """The resident set size of the process."""
     anonymous_bytes: int | None = None
-    """The part of the resident set that no file backs."""
+    """The part of the process's resident set that no file backs, in bytes."""
     mapped_bytes: int | None = None
     """The part of the resident set that is mapped from the files of the checkpoint. The system can reclaim it."""
     peak_rss_bytes: int | None = None

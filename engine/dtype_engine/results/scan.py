@@ -14,7 +14,7 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class WeightScore:
-    """The drift that one weight in one dtype causes, with everything else as in the reference."""
+    """The drift that one weight in one dtype causes, with the rest of the model as in the reference."""
 
     name: str
     dtype: str
@@ -28,7 +28,7 @@ class WeightScore:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much drift every castable weight causes in each of several dtypes. It is 0 in a dtype as wide as the reference's."""
+    """How much drift every castable weight causes in each of several dtypes: 0 in a dtype as wide as the reference's."""
 
     model: str
     device: str
@@ -123,9 +123,9 @@ class SearchReport:
     """The measured drift of the recipe, or None if it was not measured."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose casts by the recipe lose values."""
+    """The weights that lose values when the recipe casts them."""
     candidates: tuple[Candidate, ...] = ()
-    """The recipes that were measured to choose this one."""
+    """The recipes that the search measured to choose the recipe of this report."""
     held_out: str | None = None
     """A description of the inputs on which the candidates were measured."""
 

@@ -53,7 +53,7 @@ class Verdict:
 
     @property
     def short(self) -> str:
-        """A short form for a narrow pane, such as `KL 0.00133 > 0.0001 nats`."""
+        """The verdict in a short form for a narrow pane, such as `KL 0.00133 > 0.0001 nats`."""
         what, unit = _WORDS[self.name]
         scale = 100 if unit == " %" else 1
         if self.value is None:

@@ -18,8 +18,9 @@ class WeightError:
     max_abs: float
     rel_l2: float
     sqnr_db: float | None
-    """Infinity if no value changes, minus infinity if values became infinite. None if the SQNR would mislead: some stored values
-    are not finite, or the values that became zero are so small that the SQNR exceeds 200 dB.
+    """The SQNR of the values after the cast, in dB: infinity if no value changes, minus infinity if values became infinite. None if
+    the SQNR would mislead: some stored values are not finite, or the values that became zero are so small that the SQNR exceeds 200
+    dB.
     """
     overflowed: int
     """The number of values that were finite before the cast and are infinite after it."""

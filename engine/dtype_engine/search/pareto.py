@@ -1,9 +1,9 @@
 """Finds the best recipe for a budget by solving a multiple-choice knapsack problem over bytes and predicted drift.
 
-An item is a weight, or a group of weights that must have the same dtype. Its choices are dtypes, each with bytes and a score. The
-lower convex hulls of all items, merged by slope, give the Pareto front: no other mix of dtypes is both smaller and better, by the
-scores, than a point of the front. Between two points the rest of the budget is filled exactly: Lagrangian bounds leave only a few
-choices open, and these are enumerated.
+An item is a weight, or a group of weights that must have the same dtype. Its choices are the dtypes that it may have, each with
+bytes and a score. The lower convex hulls of all items, merged by slope, give the Pareto front: no other mix of dtypes is both
+smaller and better, by the scores, than a point of the front. For a budget between two points, the best mix is found exactly:
+Lagrangian bounds exclude all but a few choices, and these few are enumerated.
 
 The hulls are from P. Sinha and A. A. Zoltners, "The Multiple-Choice Knapsack Problem" (Operations Research 27, 1979), the small
 number of open choices from D. Pisinger, "A Minimal Algorithm for the Multiple-Choice Knapsack Problem" (European Journal of
@@ -38,7 +38,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have one dtype, and their choices, the smallest first. No choice is both larger and worse than another."""
+    """Weights that must have the same dtype, and their choices: the dtypes that they may have, the one with the fewest bytes first.
+    No choice is both larger and worse than another.
+    """
 
     weights: tuple[str, ...]
     choices: tuple[Choice, ...]
@@ -206,7 +208,7 @@ class ParetoFront:
             self.points.append(FrontPoint(size, max(0.0, total)))
 
     def solution_at(self, index: int) -> Solution:
-        """Return the solution at the point with this index."""
+        """Return the solution at the point of the front with the given index."""
         return self.solution(self._chosen(index))
 
     def best_within(self, budget: int) -> Solution | None:
@@ -263,7 +265,7 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return the decrease of the score for each additional byte."""
+    """Return by how much the score decreases for each additional byte, from one choice to a larger one."""
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 

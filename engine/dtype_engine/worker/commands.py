@@ -48,7 +48,7 @@ class FollowRecipe(Message, frozen=True):
 
 
 class SetSettings(Message, frozen=True):
-    """Run candidates with these settings from now on, and measure the current recipe again."""
+    """Use the given settings for all candidates from now on, and measure the current recipe again."""
 
     settings: RunSettings
 
@@ -61,7 +61,7 @@ class Pause(Message, frozen=True):
 
 class Cancel(Message, frozen=True):
     """Stop the running command and drop the waiting ones. With a name, stop or drop only the commands with this name. The recipe
-    stays the same, and the next command completes its casts.
+    stays the same, and the next command completes the casts of the recipe.
     """
 
     name: str | None = None
@@ -75,9 +75,9 @@ class Command(Message, frozen=True):
 
     name: ClassVar[JobName]
     rank: ClassVar[int] = 3
-    """Commands of a lower rank run first."""
+    """The rank of the command in the queue: commands of a lower rank run first."""
     once: ClassVar[bool] = True
-    """Whether a newer command of this type replaces a waiting one."""
+    """Whether a newer command of the same type replaces a waiting one."""
     needs_model: ClassVar[bool] = True
     """Whether the command needs a live model. Otherwise the files of a checkpoint are enough."""
     finishes: ClassVar[bool] = False
@@ -103,7 +103,7 @@ class Measure(Command, frozen=True):
     read_values: bool = False
     """Whether to count lost values although there is no live model, however many bytes of the files must be read."""
     in_full: bool = False
-    """Whether to run all inputs and compare modules over all of them. A measurement that is running is extended to this."""
+    """Whether to run all inputs and compare modules over all of them. A measurement that is already running is extended."""
 
 
 class ApplyRecipe(Command, frozen=True):
@@ -114,7 +114,7 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class FollowUp(Command, frozen=True):
-    """A later part of a measurement. The user sees the measurement and this part as one."""
+    """A command that runs after a measurement, as a later part of it. The user sees both as one measurement."""
 
     rank = 2
 
@@ -182,7 +182,7 @@ class Generate(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan. To measure a newer recipe, it is interrupted."""
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts the scan."""
 
     name = "scan"
     dtypes: tuple[str, ...]
@@ -191,7 +191,7 @@ class Scan(Command, frozen=True):
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure these recipes without making any of them the current one. To measure a newer recipe, this is interrupted."""
+    """Measure these recipes without making any of them the current one. This command is interrupted to measure a newer recipe."""
 
     name = "recipes"
     recipes: tuple[Recipe, ...]

@@ -26,7 +26,7 @@ COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 
 
 THIS_MACHINE = "the engine"
-"""The name that messages to the user give the engine on this machine."""
+"""The name of the engine on this machine in messages to the user."""
 SESSION = "{session}"
 """The placeholder in a command's arguments for the token that identifies a lingering engine."""
 _KEPT_OF_STDERR = 4096

@@ -31,7 +31,7 @@ class Engine(ABC):
 
     @abstractmethod
     def save(self, request: SaveRequest) -> None:
-        """Write the file or folder that `request` names, for the current recipe. Only `Cancel` stops it."""
+        """Write the file or folder that `request` names, for the current recipe. Only the command `Cancel` can stop the save."""
 
     @abstractmethod
     def plan_export(self) -> None:

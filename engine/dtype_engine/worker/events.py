@@ -309,7 +309,7 @@ class Jobs(Event, frozen=True):
 
 
 class Memory(Event, frozen=True):
-    """Reports the memory in use, about four times a second while a command runs, and once when it ends."""
+    """Reports the memory in use, about four times a second while a command runs, and once when the command ends."""
 
     recipe: Recipe
     stats: dtype_engine.results.memory.MemoryStats

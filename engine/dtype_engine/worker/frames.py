@@ -13,7 +13,7 @@ _MOST_BEFORE_THE_MARK = 1 << 20
 
 
 class WireError(Exception):
-    """The other process sent data that this version never sends."""
+    """The other process sent data that no dtype-engine of this version sends."""
 
 
 class FrameReader:

@@ -233,7 +233,9 @@ def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
 
 
 def main() -> None:
-    """Run a lingering engine. Arguments: its socket's descriptor, its files' path without extension, and the seconds to linger."""
+    """Run a lingering engine. Arguments: the descriptor of its socket, the path of its files without extension, and the seconds to
+    linger.
+    """
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived

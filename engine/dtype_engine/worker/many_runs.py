@@ -1,4 +1,6 @@
-"""Runs work with many independent parts (scans, causes, several recipes), on workers if requested, otherwise in this engine."""
+"""Runs work with many independent parts (scans, searches for the causes of drift, measurements of several recipes), on workers if
+requested, otherwise in this engine.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,16 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs scans, causes and several recipes. Only `close` may be called from another thread than the worker's."""
+    """Runs scans, searches for the causes of drift, and measurements of several recipes. Only `close` may be called from another
+    thread than the worker's.
+    """
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:
         self._model = model
         self._emit = emit
         self._workers: Workers | None = None
         self._measuring: MeasureRecipes | None = None
-        """The latest command. If a newer command stopped it and it runs again, it skips the recipes in `_measured`."""
+        """The latest `MeasureRecipes`. If a newer command stopped it and it runs again, it skips the recipes in `_measured`."""
         self._measured: set[int] = set()
 
     def close(self) -> None:

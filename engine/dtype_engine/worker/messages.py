@@ -38,7 +38,7 @@ from dtype_engine.worker.save_requests import SaveRequest
 _A_PART = 400
 """Maximum number of tensors, and of modules, in one part of a tree."""
 _LARGEST = 1 << 60
-"""The largest integer that an event may contain; the largest real ones are numbers of bytes."""
+"""The largest integer that an event may contain. The largest integers in practice are numbers of bytes."""
 
 
 _TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
@@ -107,7 +107,7 @@ def encode_answer(answer: Answer) -> Iterator[bytes]:
 
 
 class AnswerDecoder:
-    """Decodes an engine's messages in order. It trusts none of them: types are checked, and text is made safe to show."""
+    """Decodes an engine's messages in order. It does not trust the messages: types are checked, and text is made safe to show."""
 
     def __init__(self) -> None:
         self._tree = Tree(())

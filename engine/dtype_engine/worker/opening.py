@@ -1,4 +1,4 @@
-"""Opens the model, or as much of it as can be opened."""
+"""Opens a model or, if it can't be opened as a whole, the parts of it that can be opened."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class OpenModel:
     known_tree: Tree | None = None
     """The tree with module classes, if the architecture is known but there is no session."""
     why_closed: str = ""
-    """Why there is no session."""
+    """Why there is no session, if there is none."""
 
     @property
     def available(self) -> Available:

@@ -42,7 +42,7 @@ class Outbox:
         return event
 
     def take(self) -> events.Event | None:
-        """Wait for the next event and remove it from the queue. Returns None once the outbox is shut."""
+        """Wait for the next event and remove it from the queue. Returns None after `shut` was called."""
         with self._changed:
             while self._open and not self._waiting:
                 self._changed.wait()
@@ -69,7 +69,7 @@ class Outbox:
             self._open = True
 
     def shut(self) -> None:
-        """Make `take` return None from now on, also in a thread that is waiting in it."""
+        """Make `take` return None from now on, also in a thread that is already waiting in `take`."""
         with self._changed:
             self._open = False
             self._changed.notify_all()

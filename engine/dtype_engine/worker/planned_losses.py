@@ -22,7 +22,7 @@ MAX_AUTOMATIC_BYTES = 8 << 30
 
 
 class PlannedLosses:
-    """Counts the values that the casts of recipes lose, once for each tensor and dtype."""
+    """Counts the values that the casts of recipes lose, only once for each tensor and dtype."""
 
     def __init__(self) -> None:
         self.counted: Counted = {}
@@ -37,7 +37,7 @@ class PlannedLosses:
         read_all: bool = False,
     ) -> None:
         """Emit the values that the recipe loses, and rules that keep them. More than `MAX_AUTOMATIC_BYTES` are read only if
-        `read_all` is set; otherwise the number of bytes is emitted. Raises Cancelled.
+        `read_all` is set; otherwise, only the number of these bytes is emitted. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):

@@ -1,4 +1,5 @@
-"""An engine in another process, here or elsewhere. Commands go to its standard input, events come from its standard output.
+"""An engine in another process, on this machine or another one. Commands go to its standard input, events come from its standard
+output.
 
 If that process ends, the app continues and receives an event.
 """
@@ -41,14 +42,14 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect. The last number is repeated, and large because an attempt may be a login that
-the server refuses.
+"""Seconds to wait before each attempt to reconnect. All later waits are as long as the last one. This last wait is long because an
+attempt may be a login that the server refuses.
 """
 
 
 @dataclass
 class _InForce:
-    """The state that a new engine takes over from the previous one."""
+    """The recipe, settings and inputs that a new engine takes over from the previous engine."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -361,7 +362,7 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Explain why a process that ended with this exit status did so, as far as the reason is known."""
+        """Explain why a process ended with the given exit status, as far as the reason is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

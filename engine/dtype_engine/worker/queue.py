@@ -46,7 +46,7 @@ class Queue:
     running: Command | None = None
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
-    """Who stops the running command: no one, a newer command, or the user."""
+    """Who has requested that the running command stops: no one, a newer command, or the user."""
     failed: bool = False
     """Whether the last measurement ended without metrics."""
     in_full: bool = False

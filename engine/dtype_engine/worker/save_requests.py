@@ -64,7 +64,7 @@ class ExportPlan(Message, frozen=True):
     dtypes: tuple[tuple[str, int, int], ...]
     """For each dtype, its name, how many tensors have it, and their bytes."""
     loading: str
-    """A sentence that says in which dtypes `from_pretrained` would load the export."""
+    """A sentence that names the dtypes in which `from_pretrained` would load the export."""
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
     """The weights whose casts lose values, or None if the losses are not known yet."""

@@ -91,7 +91,7 @@ class EngineServer:
         return False
 
     def close(self) -> None:
-        """Stop the worker and remove its unfinished files."""
+        """Stop the worker, and remove the unfinished files that it wrote."""
         if self._worker is not None:
             self._worker.close()
 

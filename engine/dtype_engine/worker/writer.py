@@ -45,7 +45,7 @@ class SaveContext:
     recipe: Recipe
     planned_losses: PlannedLosses = field(default_factory=PlannedLosses)
     on_progress: OnProgress = lambda what, done, total: None
-    """Called with the current step in a few words, the bytes done, and the total bytes."""
+    """A function that is called with the current step in a few words, the bytes done, and the total bytes."""
     cancelled: IsCancelled = never
 
     @property
@@ -106,7 +106,7 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
     """Return the weights whose casts lose values. Without a live model, tensors that were not counted before are read from the
-    files. Returns None if these have more than `max_bytes`.
+    files. Returns None if these tensors have more than `max_bytes` bytes in all.
     """
     model = context.model
     if model.session is not None:
@@ -223,7 +223,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Return a callback for written bytes that calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
+    """Return a callback that gets written bytes and calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

@@ -1,8 +1,9 @@
-"""Attributes the drift of a recipe to parts of the model, by running one part as cast and all others as in the reference.
+"""Attributes the drift of a recipe to parts of the model, by running one part with its cast weights and all other parts as in the
+reference.
 
-A part is a module with weighted operations of its own (a Linear, a norm, an embedding), or a subtree if there are too many such
-modules to run each. The drift of a part is measured at the main output, in a pass in which only this part uses its cast weights.
-The local error of a part is measured at the part's own output in the same pass, in which its inputs are the reference's.
+A part is a module that itself runs operations which use weights (a Linear, a norm, an embedding), or a subtree if there are too
+many such modules to run each. The drift of a part is measured at the main output, in a pass in which only this part uses its cast
+weights. The local error of a part is measured at the part's own output in the same pass, in which its inputs are the reference's.
 
 The drifts of the parts need not add up to the drift of the recipe. In addition, operations without weights (sums, activations)
 belong to no part. Reports therefore show both the sum over the parts and the whole drift.
@@ -41,9 +42,11 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of parts to run. If a model has more modules, subtrees are run, and those with the most drift are split."""
+"""Maximum number of parts to measure, with one pass for each part and batch. If a model has more modules, subtrees are measured,
+and those with the most drift are split.
+"""
 ENOUGH_POSITIONS = 256
-"""Further batches are run until at least this many output rows have been compared."""
+"""Batches are run until at least this many output rows have been compared."""
 _BUDGET = 1 << 30
 """Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
 
@@ -52,7 +55,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the model: the modules with weighted operations at or below `name`."""
+    """A part of the model: the modules at or below `name` that themselves run operations which use weights."""
 
     name: str
     modules: tuple[str, ...]
@@ -67,7 +70,7 @@ class PartDrift:
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures parts in any order, and yields the index and the result of each."""
+"""A function that measures parts of the model in any order, and yields the index and the result of each part."""
 
 
 @dataclass(slots=True)
@@ -258,7 +261,7 @@ class _LocalError(ModuleObserver):
 
     @property
     def sqnr_db(self) -> float | None:
-        """The SQNR in dB over all calls that could be compared, or None if there were none."""
+        """The SQNR in dB over all calls of the module whose outputs could be compared, or None if there were none."""
         return None if self._sums is None else sqnr_db(self._sums.sums.energy, self._sums.sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -272,7 +275,7 @@ class _LocalError(ModuleObserver):
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a subtree into its children. If it has only one child, split that child instead."""
+    """Split a subtree into its children. If a subtree has only one child, split this child instead."""
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

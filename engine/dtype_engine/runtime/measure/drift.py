@@ -39,7 +39,7 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 MOST_KEPT = 2 << 30
-"""Default maximum number of bytes kept between measurements: outputs for some hundred tokens in a model with 1 B parameters."""
+"""Default maximum number of bytes of outputs kept between measurements: some hundred tokens of a model with 1 B parameters."""
 
 _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.MultiheadAttention)
 
@@ -73,14 +73,14 @@ class DriftMeter:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """Facts about `model` that its passes have shown."""
     candidate: LiveModel | None = None
-    """The currently cast model to compare; if None, `model`. The outputs of another model must have the same shape."""
+    """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about `candidate` that its passes have shown, if it is another model."""
+    """Facts about `candidate` that its passes have shown, if `candidate` is not `model` itself."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """By sequence: the outputs of the candidate's last pass, and whether modules were compared in that pass."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The numbers of calls per pass; see `MeasurementProgress`."""
+    """The numbers of module calls per pass; see `MeasurementProgress`."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -92,10 +92,11 @@ class DriftMeter:
         self._routing = Routing.of(self.model)
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
-        """Run the measurement and return its totals: those over all sequences, or the first with the listener's requested
-        precision.
+        """Run the measurement and return its totals: those over all sequences, or the first totals that have the precision which
+        the listener requests.
 
-        cancelled: used if there is no listener. Raises NoForward, KernelError, Cancelled.
+        cancelled: a function that returns True to stop the measurement, used only without a listener. Raises NoForward,
+        KernelError, Cancelled.
         """
         listener = MeasurementListener(cancelled=cancelled) if listener is None else listener
         totals: RunningTotals | None = None

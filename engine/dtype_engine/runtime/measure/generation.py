@@ -17,15 +17,16 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""Called as `on_tokens("reference" | "candidate", done, most)`: the number of generated tokens, and the maximum number for both
-runs over all prompts. A text that ends early is counted with its full length."""
+"""A function that is called as `on_tokens("reference" | "candidate", done, most)`: the number of generated tokens, and the maximum
+number for both runs over all prompts. A text that ends early is counted with its full length.
+"""
 
 
 def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
     """Continue every prompt of the user with the reference and with the candidate, by at most `tokens` greedy tokens.
 
     If the user gave no prompts, only the first sequence is continued: calibration text after its first `PROMPT_TOKENS`, or a
-    caption for an image. Raises NoForward if the model can't generate; otherwise as a measurement does.
+    caption for an image. Raises NoForward if the model can't generate, and the errors of a measurement.
     """
     module = runner.model.module
     can = getattr(module, "can_generate", None)
@@ -48,7 +49,9 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
 
 
 def _own_generate(module: Any) -> bool:
-    """Return whether the model's class defines its own `generate`, as captioners such as BLIP do around their language model."""
+    """Return whether the model's class defines its own `generate`, as BLIP and other captioning models do, which contain a language
+    model.
+    """
     from transformers import GenerationMixin
 
     return type(module).generate is not GenerationMixin.generate

@@ -27,17 +27,21 @@ class MeasurementListener:
     """
 
     on_progress: OnProgress = lambda run, done, total: None
-    """Called as `on_progress("reference" | "candidate", done, total)` at most ten times a second. It counts input elements over all
-    passes of the measurement."""
+    """A function that is called as `on_progress("reference" | "candidate", done, total)` at most ten times a second. It counts
+    input elements over all passes of the measurement.
+    """
     on_modules: OnModules | None = None
-    """Called with the modules whose metrics have changed, at most once a second within a pass."""
+    """A function that is called with the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
-    """Called after every sequence with the running totals. The same object changes with the next sequence."""
+    """A function that is called after every sequence with the running totals. This object changes with the next sequence."""
     cancelled: IsCancelled = never
-    """Called between module calls. If it returns True, the measurement raises Cancelled."""
+    """A function that is called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None
-    """Called after every sequence; returns the relative standard error at which the measurement may stop, or None to run all
-    inputs. If not set, `Session.drift` uses the value in its options."""
+    """A function that is called after every sequence and returns the relative standard error at which the measurement may stop, or
+    None to run all inputs. If not set, `Session.drift` uses the value in its options.
+    """
     all_modules: Callable[[], bool] | None = None
-    """Called before each pass and after the last; returns whether to compare modules in every sequence instead of only in some. If
-    it returns True at the end, sequences without this comparison run again. If not set, `Session.drift` uses its options."""
+    """A function that is called before each pass and after the last, and returns whether to compare modules in every sequence
+    instead of only in some. If it returns True at the end, sequences without this comparison run again. If not set, `Session.drift`
+    uses its options.
+    """

@@ -49,8 +49,8 @@ def tried_remedy(
 ) -> LossRemedy | None:
     """Return rules for the losses in a report, with the drift under these rules measured over the same sequences, or None.
 
-    If the nearest dtypes do not reduce the drift, the tensors are also tried as stored, and the better of the two is returned. The
-    model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
+    If the nearest dtypes do not reduce the drift, the tensors are also tried as stored, and the rules with the lower drift are
+    returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost, count, "")
     if first is None:
@@ -70,7 +70,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype nearest to `dtype` in which a tensor's values are only rounded, or `STORED` if none narrower qualifies."""
+    """Return the dtype nearest to `dtype` that only rounds a tensor's values, or `STORED` if no narrower dtype than stored does."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
@@ -86,7 +86,7 @@ def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
 
 
 def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
-    """Return rules, as few as a greedy search finds, that give each tensor in `wanted` its dtype and match no other tensor."""
+    """Return rules that give each tensor in `wanted` its dtype and match no other tensor. A greedy search keeps them few."""
     rules = []
     for dtype in dict.fromkeys(wanted.values()):
         names = [name for name, target in wanted.items() if target == dtype]
@@ -103,7 +103,7 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
 
 
 def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield the patterns that match a tensor and otherwise only tensors in `wanted`. The tensor's own name is always one."""
+    """Yield patterns that match a tensor and, besides it, only tensors in `wanted`. One pattern is always the tensor's own name."""
     for pattern in generalisations(name):
         taken = set(select(tree, pattern).tensors)
         if name in taken and taken <= wanted:

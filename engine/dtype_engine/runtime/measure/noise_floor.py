@@ -1,7 +1,7 @@
 """The noise floor of drift: the difference between two runs of the reference that add the same numbers in a different order.
 
-Another attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the noise
-floor, the candidate can't be distinguished from the reference.
+A different attention kernel or batch size changes the last bits of float32 results. If the drift of a candidate is not above the
+noise floor, the candidate can't be distinguished from the reference.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
-"""Further batches are run until at least this many output rows have been compared. The noise floor needs no more text."""
+"""Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
 """Number of runs per batch that progress counts: the reference, the other attention, and the batch of two as two runs."""

@@ -1,7 +1,8 @@
 """Explains non-finite values: finds the first module and operation, the values beyond the dtype's range, and a rule that helps.
 
 One more pass runs inside a mode that sees every operation in its actual dtype. An operation is the culprit if it returns non-finite
-values for finite arguments while it returns finite values in the reference. (A mask of -infinity is in both.)
+values for finite arguments while it returns finite values in the reference. (A mask of -infinity is no error, because the reference
+has it, too.)
 
 Remedies are tested: larger and larger parts of the model around the culprit are cast to bfloat16, which has float32's range in two
 bytes, until the output is finite. If the output is finite from the start, because the model's code clamps or saturates, the search
@@ -119,7 +120,7 @@ class _OpObserver(TorchFunctionMode):
         return self._vanished.get(module)
 
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight that this tensor is, if it has non-finite values; otherwise None."""
+        """If a tensor is a weight with non-finite values, return that weight; otherwise, return None."""
         weight = self.weights.get(id(tensor))
         return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
 
@@ -227,7 +228,7 @@ def _diagnosis(
 def _find_culprit(
     runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
 ) -> tuple[_NonFiniteOp | None, float | None, str]:
-    """Return the culprit, the largest |value| that it returns in the reference, and the first module with a non-finite output."""
+    """Return the culprit, its largest |result| in the reference, and the first module with a non-finite output."""
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -281,7 +282,7 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rule: Rule, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Rule, OutputDrift]:
-    """Return the rule with float32 instead of bfloat16, and the drift under it, if that drift is lower; else return the inputs."""
+    """Return the rule with float32 in place of bfloat16, and its drift, if that drift is lower; else the given rule and drift."""
     wider = Rule.make(rule.pattern, "float32")
     after = _finite_output_under(meter, tree, recipe.then(wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rule, output)
@@ -336,7 +337,7 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Return whether all non-finite values are -infinity from adding to the dtype's smallest value, as masks do."""
+    """Return whether all non-finite values are -infinity and come from adding to the dtype's lowest value, as masks do."""
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]
     return smallest_given <= 0.99 * lowest and bool(torch.isneginf(odd).all())

@@ -19,7 +19,7 @@ class Step:
     compares_modules: bool
     """Whether modules are compared in this sequence. If False, only the main output is compared."""
     left: tuple[int, ...]
-    """The numbers of the sequences that are planned after this one."""
+    """The numbers of the sequences that are planned after the sequence of this step."""
 
 
 class MeasurementPlan:
@@ -37,7 +37,9 @@ class MeasurementPlan:
         self.cached: frozenset[str] | None = None
 
     def steps(self, all_modules: Callable[[], bool]) -> Iterator[Step]:
-        """Yield every sequence once. If `all_modules()` is True at the end, yield those without module comparison again."""
+        """Yield every sequence once. If `all_modules()` is True at the end, yield again the sequences in which modules were not
+        compared.
+        """
         without = list[int]()
         for turn, number in enumerate(self.order):
             compares = self.compares(number) or all_modules()
@@ -49,7 +51,7 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether modules are compared in a sequence even if the listener does not request it."""
+        """Return whether the plan compares modules in a sequence, even if the listener does not request this."""
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:

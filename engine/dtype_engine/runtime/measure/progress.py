@@ -16,11 +16,11 @@ _IGNORES = ModuleObserver()
 
 
 class MeasurementProgress(ModuleObserver):
-    """Observes every pass of a measurement and reports progress, in input elements over all passes. The share of the current pass
-    is estimated from its finished module calls. All outputs are passed on to the observer given to `begin_pass`.
+    """Observes every pass of a measurement and reports how many input elements are done, counted over all passes. The share of the
+    current pass is estimated from its finished module calls. All outputs are passed on to the observer given to `begin_pass`.
 
-    calls: the number of calls in a pass that watches all modules (True) or only some (False), if known; it is updated after each
-    pass. modules: the number of the model's modules, used as an estimate before the first pass.
+    calls: the number of module calls in a pass that watches all modules (True) or only some (False), if known; it is updated after
+    each pass. modules: the number of the model's modules, used as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -36,10 +36,10 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the remaining sequences, starting with the next one, and those in `with_reference`, over which the reference also
+        """Set the sequences that remain, starting with the next one. with_reference: those of them over which the reference also
         runs.
 
-        rest: the estimated share of the remaining work that will be done. The total never grows merely because this estimate does.
+        rest: the estimated share of the remaining work that will be done. The total never grows merely because this estimate grows.
         """
         self._end_pass()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -64,7 +64,7 @@ class MeasurementProgress(ModuleObserver):
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Pass the result of a reused call on to the observer, and count the call as finished."""
+        """Pass the stored result of a module call that is not run again on to the observer, and count the call as finished."""
         self._observer.replay(module, observed)
         self._call_finished()
 

@@ -46,8 +46,8 @@ class RunningTotals:
 
     output: the main output of the first sequence. classes_dim: the output dimension with the logits of a distribution, or None.
     total: the number of all sequences. routed: whether the model routes tokens to experts. If so, no sampling error is given before
-    all sequences are done: a rerouted token changes the output a hundred times as much as others, and the sequences run until then
-    may have none.
+    all sequences are done: a rerouted token changes the output a hundred times as much as other tokens, and the sequences run so
+    far may contain no rerouted token.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunningTotals:
         self.dimensions = output.ndim
         """The number of dimensions of the main output: 3 if each token has a distribution, 2 if each example has one."""
         self.numbers: list[int] = []
-        """The numbers of the added sequences, in the order of adding."""
+        """The numbers of the added sequences, in the order in which they were added."""
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim)

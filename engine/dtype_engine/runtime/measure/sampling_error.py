@@ -5,15 +5,16 @@ mean of sequence i and w_i its weight. Then ȳ = Σ w_i y_i / Σ w_i is a ratio 
 (w_i/w̄)² (y_i - ȳ)² / (n - 1) (Cochran, Sampling Techniques, 3rd edition, 6.3). The standard error of ȳ, as an estimate of the mean
 over all N sequences, is S sqrt((N - n) / (n N)). It is 0 once all sequences have been run.
 
-Two sequences give a poor estimate of S, and one gives none. So S² is a weighted mean of the measured S², with n - 1 degrees of
-freedom, and a prior S², with `_PRIOR_FREEDOM` (a scaled inverse chi-squared prior; Gelman et al., Bayesian Data Analysis, 3rd
-edition, 2.6). The prior assumes that sequences differ by `_BETWEEN` of their mean. To this it adds the error of the first
-sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighbouring positions are alike.
+Two sequences give a poor estimate of S, and one gives none. The formula therefore uses, as S², a weighted mean of the measured S²,
+with n - 1 degrees of freedom, and a prior S², with `_PRIOR_FREEDOM` (a scaled inverse chi-squared prior; Gelman et al., Bayesian
+Data Analysis, 3rd edition, 2.6). The prior assumes that sequences differ by `_BETWEEN` of their mean. To this variance, the prior
+adds the error of the first sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighbouring
+positions are alike.
 
-`make benchmarks` prints how often the mean over all sequences is then within two standard errors. The estimate has two limits.
-First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over the text
-(`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand may carry most of the KL.
-Estimates from a few sequences are then wrong (in half of our first tests), so none is given.
+`make benchmarks` prints how often the mean over all sequences is within two of these standard errors of the estimate. The estimate
+has two limits. First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over
+the text (`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand may carry most of
+the KL. Estimates from a few sequences are then wrong (in half of our first tests), so no error is given for such a model.
 """
 
 from __future__ import annotations

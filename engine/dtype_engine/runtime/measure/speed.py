@@ -20,15 +20,17 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""Called as `on_passes(what, done, total)`: the row being timed, and the numbers of finished passes and of all passes. A row that
-needs fewer passes than planned is counted in full."""
+"""A function that is called as `on_passes(what, done, total)` with the name of the row of the report that is being timed, and the
+numbers of finished passes and of all passes. A row that needs fewer passes than planned is counted in full.
+"""
 
 
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """Time whole passes over all inputs: one warm-up pass, then `repeats` timed passes, or at least 3 if passes take long. The
-    report has the median, the fastest and the slowest of each row. A notice names each row that had to be skipped.
+    """For each row of the report, time whole passes over all inputs: one warm-up pass, then `repeats` timed passes (if passes take
+    long, fewer, but at least 3). The report has the median, the fastest and the slowest of each row. A notice names each row that
+    had to be skipped.
 
     For the float32 row, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
     used. Afterwards, the model is cast according to `plan`. `runner` must not watch modules. Raises NoForward, KernelError,

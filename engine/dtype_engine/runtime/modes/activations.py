@@ -68,7 +68,7 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats that the caller knows."""
+        """Return the formats of the tensors that are quantised weights, by `id`. stored: those known to the caller."""
         found = {}
         for tensor in tensors:
             dtype = stored.get(id(tensor)) or self._made.get(tensor)

@@ -57,8 +57,8 @@ def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dic
 def recover(
     func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite, error: RuntimeError
 ) -> Any:
-    """Run a call that raised `error` in another way, if there is one: without autocast, which does not support float64 or recurrent
-    layers on the CPU; or, for a grouped product, one product at a time. Otherwise raises as `call_torch` does.
+    """Repeat a call that raised `error` in a way that avoids the error, if one is known: without autocast, which does not support
+    float64 or recurrent layers on the CPU; or, for a grouped product, one product at a time. Otherwise raises as `call_torch` does.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):

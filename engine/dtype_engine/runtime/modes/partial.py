@@ -37,7 +37,9 @@ class PartialCastMode(WeightMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """For each module, the number of calls finished before it first used a drifting weight or read the weight's dtype."""
+        """For each module, the number of module calls finished before the module first used a drifting weight or read the weight's
+        dtype.
+        """
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
         if not self.inside(self.module):

@@ -1,8 +1,8 @@
 """Runs calls whose float arguments have several dtypes. If torch refuses a call, the call runs with one common dtype instead.
 
-Whether torch refuses is found by calling it, and is remembered for each operation and form of arguments. The common dtype is that
-of the weights among the arguments (promoted, if the weights have several dtypes), else the promoted dtype of all float arguments.
-An operation that writes to an argument uses that argument's dtype.
+Whether torch refuses is found by calling it, and is remembered for each operation and form of arguments (their dtypes, numbers of
+dimensions and flags). The common dtype is that of the weights among the arguments (promoted, if the weights have several dtypes),
+else the promoted dtype of all float arguments. An operation that writes to an argument uses that argument's dtype.
 """
 
 from __future__ import annotations
@@ -44,21 +44,23 @@ class ImplicitCast:
     operation: str
     source: str
     target: str
-    """The dtype of the cast. If it is a storage format, the tensor was rounded to this format but is used in its own dtype."""
+    """The dtype of the cast. If it is a format that is only stored, such as float8, the tensor was rounded to it but keeps its
+    dtype.
+    """
     elements: int
     torch_raises: bool
-    """Whether plain torch refuses the call. If False, torch makes this cast itself."""
+    """Whether plain torch refuses the operation without this cast. If False, torch makes the cast itself."""
 
 
 class MixedCallSite(CallSite, Protocol):
-    """Where a call comes from, and how its casts are recorded."""
+    """The place from which a torch function is called, and a callback that records the casts of its arguments."""
 
     record: Callable[[ImplicitCast], None] | None
-    """Called with every implicit cast, or None."""
+    """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The operation for which torch is being called, if casts inside the call are made by torch; otherwise ""."""
+    """The name of the operation that torch is running, if torch makes the casts inside it; otherwise ""."""
     added: bool
-    """Set to True if a call ran with arguments that differ from the model's own."""
+    """Set to True if a torch call ran with arguments that differ from those which the model's code passed."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a weight or a view of one."""
@@ -67,7 +69,7 @@ class MixedCallSite(CallSite, Protocol):
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
     """Call a torch function whose float arguments may have several dtypes.
 
-    Raises KernelError if there is no kernel, and torch's own error if the reason is not a difference in dtypes.
+    Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a difference in dtypes.
     """
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     if len({tensor.dtype for tensor in floats}) < 2:
@@ -119,7 +121,9 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return what may make torch refuse an argument: its dtype and number of dimensions, or the value of a string or flag."""
+    """Return the properties of an argument that may make torch refuse it: its dtype and number of dimensions, or the value of a
+    string or flag.
+    """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.ndim
     if isinstance(value, (list, tuple)):
@@ -130,7 +134,7 @@ def _form(value: Any) -> Any:
 
 
 def _destination(name: str, args: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tensor to which a call writes, or None if the call returns a new tensor."""
+    """Return the tensor to which a torch call writes, or None if the call returns a new tensor."""
     written = kwargs.get("out")
     if written is None and is_in_place(name) and args:
         written = args[0]

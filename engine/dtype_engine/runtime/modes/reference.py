@@ -19,7 +19,8 @@ _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 
 
 class ReferenceMode(WeightMode):
-    """Uses every weight as stored, widened when it is used. Replaces the weights for which the module itself holds other values.
+    """Computes with the stored values of every weight, widened when an operation uses the weight. It replaces only the weights for
+    which the module holds values other than the widened ones.
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
@@ -49,7 +50,7 @@ class ReferenceMode(WeightMode):
 
 
 def holds_reference(weight: Weight) -> bool:
-    """Return whether the tensor that the module holds has the reference's values and dtype."""
+    """Return whether the tensor that the module holds for a weight has the reference's values and dtype."""
     if not weight.info.castable and weight.stored_scale is None:
         return True
     held = not weight.changed or weight.stashed is not None

@@ -1,7 +1,7 @@
 """The base mode of all forward passes, both of the reference and of the candidate. It adds two operations to plain torch:
 
 1. A weight that the pass can't use as the module holds it is replaced by its values. In the candidate, this is a weight in a
-   storage format; in the reference, a weight that is not in the reference's dtype.
+   format that is only stored, such as float8; in the reference, a weight that is not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
 If a pass writes to a weight, the new values last only until the pass ends; the module then has its previous weights. Each pass
@@ -93,23 +93,23 @@ class WeightMode(TorchFunctionMode):
         self.device = device
         """The device on which the pass runs."""
         self.compute = compute
-        """The dtype to which a weight in a storage format is dequantized if its operation has no activation."""
+        """The dtype to which a weight in a format that is only stored is dequantized for an operation without an activation."""
         self.rounding = rounding
         """Rounds activations multiplied by quantised weights, or None (the setting `quantize_activations`)."""
         self.record: Callable[[ImplicitCast], None] | None = None
-        """Called with every implicit cast, or None."""
+        """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
-        """Whether any call of the pass needed arguments other than the model's own, because of dtypes."""
+        """Whether any torch call got arguments that differ, because of dtypes, from those which the model's code passed."""
         self.module = ""
         """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
         """The number of finished module calls. The code that runs the pass keeps it current."""
         self.kept: Sequence[torch.Tensor] = ()
-        """Tensors other than weights that must have their old values after the pass."""
+        """Tensors other than weights whose values from before the pass must be restored after it."""
         self.first_use: dict[int, int] = {}
         """The value of `finished` when a weight or one of its properties was first used, by `id` of its tensor."""
         self.operation = ""
-        """The operation for which torch is being called, or "" if the model itself passes a `dtype`."""
+        """The name of the operation that torch is running, or "" if the model itself passes a `dtype`."""
         self.replaced = set(replaced)
         self.written: dict[int, torch.Tensor] = {}
         """The current values of weights to which the pass has written, by `id`."""
@@ -227,7 +227,7 @@ class WeightMode(TorchFunctionMode):
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Return whether a weight's values are currently dequantized from a storage format, so that activations may be rounded."""
+        """Return whether a weight is now in a format that is only stored, such as float8, so that activations may be rounded."""
         return False
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -270,7 +270,7 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that has a replaced weight or several dtypes, or whose casts or weights are tracked."""
+        """Run a call that has a replaced weight or several dtypes, or in a pass that records casts or follows quantised weights."""
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             if id(tensor) in self.weights:
@@ -335,7 +335,7 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """Return the values that replace one weight, outside of an operation with an activation."""
+        """Return the values that replace one weight, for use outside of operations, where no activation sets a dtype."""
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(

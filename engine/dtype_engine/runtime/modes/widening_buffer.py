@@ -1,4 +1,4 @@
-"""Reused memory for widened weights, so that not every weight needs new memory."""
+"""Memory that is reused for one widened weight after another, so that not every weight needs new memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 
 _WORTH_SHARING = 1 << 20
-"""Minimum size in bytes for reused memory. Smaller allocations are cheap, since they need no call to the operating system."""
+"""Minimum size in bytes of a widened weight in reused memory. Smaller allocations are cheap, since they need no call to the
+operating system.
+"""
 _ALIGNMENT = 64
 
 
@@ -18,8 +20,8 @@ class WidenedWeights:
     """Widens the large weights of one pass into the same memory, one operation after another. Use it on a CPU, for operations that
     keep no reference to their arguments.
 
-    New memory for each weight would take up to a third of the product's time (24 times [150, 896] x [896, 4864]: 296 ms, or 220 ms
-    with reused memory; 2 cores, AMD EPYC).
+    New memory for each weight would lengthen a matrix product by up to a third (24 products [150, 896] x [896, 4864] take 296 ms,
+    and 220 ms with reused memory; 2 cores, AMD EPYC).
 
     dtype_of: returns the dtype to which a weight is widened.
     """

@@ -22,9 +22,9 @@ Call = Callable[..., Any]
 class ModuleCalls:
     """Reports the calls of all submodules of `module` to the current pass, from `watch` or `only_stop` until `remove`.
 
-    torch calls a function of this class in place of each module. That function calls the module with its hooks, so an output that a
-    hook has changed is the one reported. Forward hooks would be slower: 25 µs per call after a large product, when the caches are
-    cold (Intel Xeon with AMX). If a model's code calls a submodule's `forward` directly, that call is not reported.
+    torch calls a function of this class in place of each module. That function calls the module with its hooks, so if a hook
+    changes the output, the changed output is reported. Forward hooks would be slower: 25 µs per call after a large product, when
+    the caches are cold (Intel Xeon with AMX). If a model's code calls a submodule's `forward` directly, that call is not reported.
 
     Attributes:
         under_way: the pass to which calls are reported, or None between passes.

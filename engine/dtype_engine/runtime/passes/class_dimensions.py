@@ -1,7 +1,7 @@
 """Finds the dimension of a main output that holds the classes of a distribution, if the output is a distribution.
 
-The output's name is not enough: transformers uses `logits` for class scores, pixels and mask values alike. The model's class and
-its configuration decide, unless the setting `classes_dim` is given.
+The output's name does not show whether it is a distribution: transformers uses `logits` for class scores, pixels and mask values
+alike. The model's class and its configuration decide, unless the setting `classes_dim` is given.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image and text independently; CLIP computes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Patterns of class names with the dimension of the classes, or None if the output is no distribution. The first match decides."""
+"""Pairs of a pattern for model class names and the dimension of the classes (None: no distribution). The first match decides."""
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
 """Names of outputs whose last dimension holds class scores, unless `_BY_CLASS` states otherwise."""
 _NOT_EXCLUSIVE = ("regression", "multi_label_classification")

@@ -73,7 +73,7 @@ class ForwardPass:
         self.observing_seconds = 0.0
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record that a module is called with these arguments."""
+        """Record that a module is called with the given arguments."""
         self.inside.append(name)
         self.began.append(len(self.finished))
         if self.effects is not None:
@@ -81,7 +81,7 @@ class ForwardPass:
         self.mode.module = name
 
     def watches(self, name: str) -> bool:
-        """Return whether the outputs of this module are observed."""
+        """Return whether the outputs of a module are observed."""
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
@@ -104,8 +104,8 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Give a watched module's output to the observer and the cache. If the output is reused, do so for all calls that it
-        replaces.
+        """Give a watched module's output to the observer and the cache. If the output is from an earlier pass, give them instead
+        the records of all calls that it replaces.
 
         began: the number of calls that had finished when the module began.
         """

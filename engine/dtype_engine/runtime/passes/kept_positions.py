@@ -1,8 +1,8 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions; a mask of the decoder and labels of -100 leave out some of these. If no position is left out, the mask is None, and
-comparisons avoid a copy.
+positions, of which the decoder's mask and labels of -100 leave out some. If no position is left out, the mask is None, so that
+comparisons need no copy of the outputs without the padding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KeptPositions:
     """The masks of one batch: bool [batch, positions] on the model's device. At least one mask is not None."""
 
     encoder: torch.Tensor | None
-    """The mask of the encoder's positions, or of the whole model's if it has no decoder of its own."""
+    """The mask of the encoder's positions or, if the model has no decoder beside an encoder, of the whole model's positions."""
     decoder: torch.Tensor | None
     """The mask of the decoder's positions in an encoder-decoder model."""
     has_decoder: bool
@@ -58,7 +58,7 @@ class KeptPositions:
         return mask if mask is not None and has_positions and output.shape[:2] == mask.shape else None
 
     def of_module(self, name: str, call: int, output: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask for a module's output, or None if no position is left out or the rows are not positions.
+        """Return the mask for a module's output, or None if no position is left out or the output's rows are not positions.
 
         The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
         two dimensions are flattened into one.
@@ -72,8 +72,8 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Return whether the rows of a call's output are positions of the decoder. An embedding that encoder and decoder share is
-    called for the encoder first.
+    """Return whether the rows of a module call's output are positions of the decoder. An embedding that the encoder and the decoder
+    share is called first for the encoder.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None
@@ -81,7 +81,7 @@ def _is_of_decoder(name: str, call: int) -> bool:
 
 
 def _arguments(module: nn.Module, batch: Batch) -> dict[str, Any]:
-    """Return the arguments of a call by name. Positional arguments are omitted if the module's signature does not name them."""
+    """Return the arguments of a module call by name. Positional arguments that the module's signature does not name are omitted."""
     if not batch.args:
         return batch.kwargs
     try:
@@ -98,5 +98,5 @@ def _ones(mask: object) -> torch.Tensor | None:
 
 
 def _on(device: torch.device, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a mask on a device, or None if the mask keeps all positions or (with nothing left to compare) no position."""
+    """Return a mask on a device, or None if it keeps all positions or none. (If it kept none, nothing would be left to compare.)"""
     return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask.to(device)

@@ -18,7 +18,7 @@ class ModelBehavior:
     observed: bool = False
     """Whether any pass was checked for side effects. If False, `writers` and `stateful` mean nothing."""
     writers: set[str] = field(default_factory=set)
-    """Names of modules that change their arguments. Reusing such a module's earlier output can't replace calling it."""
+    """Names of modules that change their arguments. Without a call of such a module, its changes would be missing."""
     stateful: bool = False
     """Whether outputs of modules depend on more than their arguments: on tensors that the model keeps, or on random numbers."""
 
@@ -30,5 +30,5 @@ class ModelBehavior:
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Merge two mappings of weights to first uses. For a weight in both, the smaller count is used."""
+    """Merge two mappings from a weight to the number of module calls before its first use. The smaller number is kept."""
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

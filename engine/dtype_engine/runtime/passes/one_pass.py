@@ -15,7 +15,7 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What a pass does in addition to running the model. With the defaults, it does nothing else."""
+    """What a pass does in addition to running the model. By default: nothing."""
 
     watched: frozenset[str] | None = None
     """Names of the modules whose outputs the observer receives. If None, all modules."""
@@ -29,9 +29,11 @@ class PassOptions:
     """Outputs of an earlier pass over the same input. Those that can't have changed are reused. If none can be reused, all are
     released."""
     prefix: int | None = None
-    """The number of calls at the start of `earlier` that can't have changed. Only `ForwardRunner.partial` uses it."""
+    """The number of module calls, from the start of the pass `earlier`, that can't have changed. Only `ForwardRunner.partial` uses
+    it.
+    """
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """Receives the pass's mode, and returns a context manager that the pass enters before the mode."""
+    """A function that gets the pass's torch-function mode and returns a context manager, which the pass enters before that mode."""
 
 
 @dataclass(slots=True)
@@ -42,17 +44,18 @@ class PassResult(Generic[Output]):
     seconds: float
     """Wall time in seconds, without the time spent on observers. Reused calls take no time."""
     finished: list[str]
-    """The module names of all calls, in the order in which the calls ended."""
+    """The name of the called module for each module call, in the order in which the calls ended."""
     spans: list[int]
-    """For each entry of `finished`, the number of calls finished when it began. Shorter if some modules were not watched."""
+    """For each entry of `finished`, the number of calls finished when this call began. Shorter if some modules were not watched."""
     first_use: dict[str, int]
-    """For each weight that was used, the number of calls that had finished before its first use."""
+    """For each weight that was used, the number of module calls that had finished before its first use."""
     added: bool
-    """Whether anything ran that plain torch would not run: a weight was dequantized, or a call got arguments in other dtypes than
-    those from the model."""
+    """Whether anything ran that plain torch would not run: a weight was dequantized, or an operation got arguments in other dtypes
+    than the model's code passed.
+    """
     reused: bool = False
-    """Whether outputs of an earlier pass replaced some calls."""
+    """Whether outputs of an earlier pass replaced some module calls."""
     cache: OutputCache | None = None
     """The outputs kept for a later pass, or None."""
     left_wide: frozenset[str] = frozenset()
-    """If activations are quantised: names of operations with a quantised weight whose input was not rounded."""
+    """If activations are quantised: names of operations that used a quantised weight and an input that was not rounded."""

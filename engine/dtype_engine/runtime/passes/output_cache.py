@@ -80,8 +80,8 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 class OutputCache:
     """The outputs of one pass: its recorded calls in the order in which they finished, and the dtypes of the weights.
 
-    only: names of the modules whose outputs are kept; if None, those of all modules. names: the module names of all calls, in
-    order. first_use: for each weight, the number of calls that had finished before its first use.
+    only: names of the modules whose outputs are kept; if None, those of all modules. names: the name of the called module for each
+    call, in order. first_use: for each weight, the number of calls that had finished before its first use.
 
     At most `budget` bytes of outputs are kept (`nbytes`, with each storage counted once). If a pass exceeds it, the cache becomes
     empty.
@@ -97,7 +97,7 @@ class OutputCache:
     _storages: set[int] = field(default_factory=set)
 
     def add(self, call: ModuleCall) -> None:
-        """Append a finished call."""
+        """Append the record of a finished module call."""
         if self.budget < 0:
             return
         for tensor, _ in call.versions:
@@ -111,12 +111,12 @@ class OutputCache:
             self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Append a call without its output. Such a call is only reused as part of an outer call. span: as in `record_call`."""
+        """Append a call without its output. Such a call is reused only as part of a call around it. span: as in `record_call`."""
         if self.budget >= 0:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 
     def release(self) -> None:
-        """Release all outputs. If none of them is reused, the next pass can use their memory while it is in the CPU's cache."""
+        """Release all outputs. The next pass, if it reuses none of them, then gets memory that is still in the CPU's cache."""
         self.calls.clear()
         self._storages.clear()
         self.nbytes = 0
@@ -134,7 +134,8 @@ class OutputCache:
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """Return the outermost reusable calls among the first `prefix` calls: (module, call) and their index in `calls`.
+        """Return the outermost reusable calls among the first `prefix` calls. Keys: the module and the number of its call. Values:
+        the call's index in `calls`.
 
         If a call can't be reused, it runs again, and calls inside it are checked separately. This is so for unusable outputs, for
         the `writers`, which change their arguments, and for calls of or around `hooked` modules, because hooks must see the

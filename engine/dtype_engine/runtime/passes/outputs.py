@@ -1,4 +1,4 @@
-"""Selects the tensor of an output that is compared."""
+"""Selects the tensor that is compared from what a module or a model returned."""
 
 from __future__ import annotations
 

@@ -41,8 +41,9 @@ _IGNORES = ModuleObserver()
 class ForwardRunner:
     """Runs forward passes of a live model. It is a context manager: passes are observed and can be cancelled only inside its block.
 
-    Each method that runs a pass gets a function that calls the module, which `reference_call` or `candidate_call` creates for a
-    batch. It also accepts `PassOptions` and an observer, returns a `PassResult`, and raises NoForward, KernelError and Cancelled.
+    Each method that runs a pass takes a function that calls the model on one batch, as returned by `reference_call` or
+    `candidate_call`. The method also accepts `PassOptions` and an observer, returns a `PassResult`, and raises NoForward,
+    KernelError and Cancelled.
 
     watch: if False, passes can be cancelled but are not observed. behavior: facts about the model, shared by everything that runs
     its passes; if None, no facts are known.
@@ -77,11 +78,11 @@ class ForwardRunner:
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch, self.behavior)
 
     def reference_call(self, batch: Batch) -> Callable[[], Any]:
-        """Return a function that runs the module on a batch with the reference's input dtypes."""
+        """Return a function that runs the model on a batch with the reference's input dtypes."""
         return partial(self.reference_batch(batch).run, self.model.module)
 
     def candidate_call(self, batch: Batch) -> Callable[[], Any]:
-        """Return a function that runs the module on a batch with the candidate's input dtypes."""
+        """Return a function that runs the model on a batch with the candidate's input dtypes."""
         return partial(self.candidate_batch(batch).run, self.model.module)
 
     def reference_batch(self, batch: Batch) -> Batch:
@@ -96,7 +97,9 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the stored weights in float32 (or float64 if stored in float64), without a second copy of all weights."""
+        """Run the model with its stored weights in float32 (weights stored in float64 stay in it), without a second copy of all
+        weights.
+        """
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
         on_cpu = self.model.device.type == "cpu"  # another device may lack memory for all of them
@@ -107,7 +110,7 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model as it is currently cast, and reuse the outputs of `options.earlier` that can't have changed."""
+        """Run the model as it is currently cast. Module outputs of `options.earlier` that can't have changed are reused."""
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
@@ -134,8 +137,8 @@ class ForwardRunner:
     ) -> tuple[PassResult[Output], dict[str, int]]:
         """Run the reference, but use cast weights in the modules for which `inside(name)` is True; see `PartialCastMode`.
 
-        Also returns, for each module that uses one of the weights in `drifting` (by `id`), the number of calls that had finished
-        before its first operation on such a weight.
+        Also returns, for each module that uses one of the weights in `drifting` (by `id`), the number of module calls that had
+        finished before its first operation on one of these weights.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
         cache = _new_cache({}, options)
@@ -144,7 +147,7 @@ class ForwardRunner:
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the reusable calls among the first `prefix` calls of an earlier pass."""
+        """Return the calls with a reusable output among the first `prefix` module calls of an earlier pass."""
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)

@@ -55,7 +55,9 @@ def as_every_pass(
 
 
 def uncompiled() -> AbstractContextManager[None]:
-    """Return a context manager in which code compiled by `torch.compile` runs uncompiled, since it bypasses modules and modes."""
+    """Return a context manager in which code compiled by `torch.compile` runs uncompiled, because compiled code bypasses modules
+    and torch-function modes.
+    """
     if "torch._dynamo" not in sys.modules:
         return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
     return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
@@ -105,9 +107,9 @@ class _State:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Attribute dicts of modules and objects, each with a copy of its saved contents."""
+        """Attribute dicts of modules and objects, each with a copy of the contents that it had when the state was saved."""
         self._containers: list[tuple[Any, Any]] = []
-        """Containers, each with a copy of its saved contents."""
+        """Containers, each with a copy of the contents that it had when the state was saved."""
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
@@ -138,8 +140,8 @@ class _State:
     def restore(self, wrote: bool) -> bool:
         """Restore changed state, and return whether a tensor, a number or the contents of a container had changed.
 
-        If a tensor has changed, or `wrote` says that the pass wrote to one, all attributes are restored, including flags such as
-        "already initialised". Otherwise, flags and functions stay changed, such as hooks that are registered only once.
+        If a tensor has changed, or `wrote` is True because the pass wrote to a tensor, all attributes are restored, including flags
+        such as "already initialised". Otherwise, flags and functions stay changed, such as hooks that are registered only once.
         """
         containers = [(holder, had) for holder, had in self._containers if not _has_same(holder, had)]
         for holder, had in containers:
@@ -158,7 +160,7 @@ class _State:
 
 
 def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values that differ between two dicts: for each such key, the current value and the saved value."""
+    """Yield the values that differ between two dicts: the current and the saved value of each key whose values differ."""
     for name in holder.keys() | had.keys():
         if holder.get(name) is not had.get(name):
             yield from (holder.get(name), had.get(name))

@@ -1,4 +1,5 @@
-"""Weights whose output dtype is read by the model's code. In 16 bits, such a weight affects more than its own operation.
+"""Finds the weights of operations whose output dtype the model's code reads. In 16 bits, such a weight also affects other
+operations than its own.
 
 For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors do not
 include this effect, so these few weights are measured in the 16-bit dtypes by separate passes.
@@ -28,8 +29,9 @@ def weights_to_measure(
 ) -> list[tuple[str, str]]:
     """Return the (weight, dtype) pairs to measure by separate passes in a sequence.
 
-    read: the weights whose output dtype was read, in the order of the pass. If there are enough sequences, each sequence measures
-    at most one pair, in turn. One sequence in each round measures none, so the average cost is below one pass per sequence.
+    read: the weights of operations whose output dtype was read, in the order of the pass. If there are enough sequences, each
+    sequence measures at most one pair, in turn. One sequence in each round measures none, so the average cost is below one pass per
+    sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]

@@ -44,17 +44,18 @@ class MeasuredWeight:
     key: Key
     score: float
     error: float | None
-    """The standard error of the score, or None if it is unknown."""
+    """The standard error of the measured score, or None if it is unknown."""
     unit: str
     forward_seconds: float
     """Duration in seconds of a pass with all weights uncast."""
     scan_seconds: float
-    """Duration in seconds of this measurement."""
+    """Duration in seconds of the measurement of this weight."""
 
 
 @dataclass
 class ExactScan:
-    """Measures each weight in each dtype, with everything else as in the reference. Modules before the weight are not run again.
+    """Measures each weight in each dtype, with the rest of the model as in the reference. Modules that run before the weight's
+    first use are not run again.
 
     This class has the same interface as `Scan`. A step measures one weight in one dtype. Afterwards, the model stays cast as in the
     last measurement, so the caller has to restore its recipe.
@@ -72,7 +73,7 @@ class ExactScan:
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
-    """The share of the measurements that this process performs."""
+    """The share of all measurements that this process performs."""
     _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:

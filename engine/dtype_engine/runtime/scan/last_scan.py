@@ -19,7 +19,7 @@ ScanTask = Scan | ExactScan
 
 @dataclass
 class LastScan:
-    """Holds one scan, finished or not."""
+    """Holds the most recently requested scan, finished or not."""
 
     _requested: object = None
     _task: ScanTask | None = None

@@ -1,4 +1,4 @@
-"""Local errors: the output of a weighted operation with one weight in another dtype, minus its output in the reference.
+"""Local errors: the output of an operation with one of its weights in another dtype, minus its output in the reference.
 
 `LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference.
 
@@ -36,7 +36,7 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class LocalErrors:
-    """Reruns weighted operations with one weight in another dtype.
+    """Reruns operations with one of their weights in another dtype than in the reference.
 
     budget: maximum number of bytes of cast weights that are kept for later operations and sequences. rounds: whether to also round
     the activations that are multiplied by a quantised weight (the run setting `quantize_activations`).
@@ -77,8 +77,8 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """Return a weight's values after a cast: in the compute dtype, or dequantized from a storage dtype to that of the
-        reference.
+        """Return a weight's values after a cast: in the compute dtype, or, for a format that is only stored (such as float8),
+        dequantized to the reference's dtype.
 
         A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """
@@ -129,7 +129,7 @@ class _Again:
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """Return the floating-point outputs of the operation with the weight in `dtype`."""
+        """Return the floating-point outputs of the operation, rerun with the weight in `dtype`."""
         operation, errors = self.operation, self.errors
         taken = []
         for key, source in self.cast.items():

@@ -1,7 +1,7 @@
 """Probes: random vectors at the main output whose mean outer product is the output's Fisher information.
 
-For distributions, probes are computed from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because signs have
-a lower variance than Gaussians.
+For distributions, probes are computed from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because estimates
+from signs have a lower variance than estimates from Gaussian numbers.
 
 Shapes: P positions (of all examples), C classes. Output [..., C]; a probe has the shape and dtype of the output.
 """
@@ -17,8 +17,9 @@ class OutputProbes:
     """Gradients at the main output whose mean outer product is the matrix that weighs errors in the drift's second-order term.
 
     For a distribution of C classes over P positions, this matrix is the Fisher information of the softmax; for any other output, it
-    is the identity. `normalizer` divides the sums: it is the number of positions, or the output's energy Σr². If few enough vectors
-    span the matrix, all of them are used and the result is exact (`complete`). The sum of their outer products is then the matrix.
+    is the identity. `normalizer` divides the sums: it is the number of positions, or the output's energy Σr². If few vectors are
+    enough to span the matrix, all of these are used and the result is exact (`complete`). The sum of their outer products is then
+    the matrix.
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:

@@ -38,7 +38,7 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""Number of router calls that are sampled, in total over all sequences."""
+"""Number of `topk` calls that are sampled over all sequences."""
 _SWAPPED = 8
 """To measure the cost of a swap, 1 / `_SWAPPED` of the tokens is swapped: those with the smallest margins."""
 
@@ -71,7 +71,9 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Choose the calls to sample in a sequence. Each sequence samples different calls, so that enough sequences cover all calls."""
+    """Choose the `topk` calls to sample in a sequence. Each sequence samples different calls, so that enough sequences cover all
+    calls.
+    """
     count = len(calls)
     if not count:
         return []

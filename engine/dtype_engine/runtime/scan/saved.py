@@ -92,12 +92,12 @@ class SavedScan:
 
     @property
     def count(self) -> int:
-        """The number of finished parts."""
+        """The number of finished parts of the scan."""
         return len(self.done) if self.measured is None else len(self.measured)
 
 
 class _TopKSample(msgspec.Struct):
-    """The form in which a `TopKSample` is saved in the file."""
+    """The form in which a `TopKSample` is saved in the file of a scan."""
 
     place: int
     """The `index` of the `TopKSample`."""
@@ -109,7 +109,7 @@ class _TopKSample(msgspec.Struct):
 
 
 class _Sequence(msgspec.Struct):
-    """The form in which a `SequenceScores` is saved in the file."""
+    """The form in which a `SequenceScores` is saved in the file of a scan."""
 
     mass: float
     """The `normalizer` of the `SequenceScores`."""

@@ -4,8 +4,8 @@ A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats p
 error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
 
 A sample (Σ g·Δ)² has a relative standard error of √2, and samples of different dtypes are independent. Its ratio to Σ g²Δ² shows
-how strongly an operation's errors are correlated, and this ratio is nearly the same in all dtypes of a weight. So each ratio is
-shrunk towards the mean of its weight, unless ratios differ between dtypes by more than sampling explains. This is an
+how strongly an operation's errors are correlated, and this ratio is nearly the same in all dtypes of a weight. Therefore each ratio
+is shrunk towards the mean ratio of its weight, unless ratios differ between dtypes by more than sampling explains. This is an
 empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's Estimator and its Generalizations"
 (1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the amount by which the median variance
 between dtypes exceeds v.
@@ -48,7 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return every score and its standard error. The score is 0 if a cast loses nothing, which `free(weight, dtype)` returns."""
+    """Return every score and its standard error. The score is 0 if `free(weight, dtype)` is True: the cast loses nothing."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {

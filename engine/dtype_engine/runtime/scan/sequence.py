@@ -58,10 +58,10 @@ class SequenceScan:
     """Maximum number of bytes for gradients."""
     local: LocalErrors
     on_measured: Callable[[int, int], None]
-    """Called as `on_measured(done, total)` with the number of measured operations and of all operations."""
+    """A function that is called as `on_measured(done, total)` with the number of measured operations and of all operations."""
     cancelled: IsCancelled
     classes: ClassesDim = "auto"
-    """The setting `classes_dim`."""
+    """The setting `classes_dim`, which decides the output dimension that holds the logits of a distribution."""
     unit: str = ""
     elements: int = 1
     """Number of elements in the main output."""
@@ -98,7 +98,7 @@ class SequenceScan:
         reference = _Reference(main.detach(), distribution)
 
         def drift(mode: ReferenceMode) -> float:
-            """Return the drift of a pass under another mode, summed over the positions."""
+            """Return the drift of a pass under the given mode, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
             output = main_output(self._call(batch, mode))[1]
@@ -216,7 +216,7 @@ class SequenceScan:
         self.on_measured(self._measured, len(self._operations))
 
     def _add(self, weight: str, errors: torch.Tensor, gradients: _Gradients) -> None:
-        """Add the products for one output to the sums. `errors` [D, E] are overwritten."""
+        """Add the products of one output's errors and gradients to the sums. `errors` [D, E] are overwritten."""
         if weight not in self._sums:
             shape = len(errors), self._count + len(self._samples)
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)

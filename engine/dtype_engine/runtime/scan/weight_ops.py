@@ -1,8 +1,9 @@
-"""Records the weighted operations of a reference pass: every torch call with a weight, or a view of a weight, as an argument.
+"""Records the operations of a reference pass that use weights: every torch call with a weight, or a view of a weight, as an
+argument.
 
-A pass under `WeightOpRecorder` computes the reference with an autograd graph. It records each weighted operation with its
-arguments, and puts a hook on the output that receives the gradient in the backward pass. It needs no knowledge of modules or
-architectures.
+A pass under `WeightOpRecorder` computes the reference with an autograd graph. The recorder stores each of these operations with its
+arguments, and puts a hook on the output that receives the gradient in the backward pass. The recorder needs no knowledge of modules
+or architectures.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class WeightOrigin:
 
 @dataclass(slots=True)
 class WeightOp:
-    """One operation in a pass that uses a weight, such as a matrix product."""
+    """One operation of a pass that uses at least one weight."""
 
     func: Any
     name: str
@@ -57,7 +58,7 @@ class WeightOp:
     """The arguments that come from weights, keyed by the `id` of the argument."""
     outputs: list[torch.Tensor]
     versions: list[int] = field(default_factory=list)
-    """torch's version counters of the arguments and outputs, taken right after the operation."""
+    """torch's version counters of the operation's arguments and outputs, taken right after the operation."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
     """For each output of E elements: pairs of a backward pass's number and its gradient [E], until the gradients are used."""
 
@@ -80,7 +81,7 @@ class WeightOp:
 
 
 class WeightOpRecorder(ReferenceMode):
-    """Runs the reference with an autograd graph and records every weighted operation.
+    """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
     dtype the model's code has read.

@@ -1,9 +1,9 @@
 """Decides in which sequences modules are compared, and which modules are watched in passes over the other sequences.
 
-Comparing the outputs of all modules takes a quarter of the duration of a pass, and up to the full duration for bfloat16 on
-processors with bfloat16 units. Modules are therefore compared in some sequences only, but over all elements of these: in the first
-one, which is short, and in later ones as long as the later compared sequences have at most a sixth of the elements run after the
-first. The main output is compared in every sequence.
+Comparing the outputs of all modules takes a quarter as long as a pass, and up to as long as a pass for bfloat16 on processors with
+bfloat16 units. Modules are therefore compared in some sequences only, but over all elements of these: in the first one, which is
+short, and in later ones as long as these later ones have at most a sixth of the input elements that are run after the first
+sequence. The main output is compared in every sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If a call contains more than 1 / `_OUTLINE` of a pass's calls, the modules called inside it are watched, too."""
+"""If a module call contains more than 1 / `_OUTLINE` of a pass's calls, the modules called inside it are watched, too."""
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:

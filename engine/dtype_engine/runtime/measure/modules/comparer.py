@@ -15,7 +15,9 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
-"""Interval between two reports, as a multiple of the interval of progress. Computing a report takes some milliseconds."""
+"""Interval between two reports of modules' sums, as a multiple of the interval between two reports of progress. Computing the sums
+for a report takes some milliseconds.
+"""
 
 
 class ModuleComparer(ModuleObserver):

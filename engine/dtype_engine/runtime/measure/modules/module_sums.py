@@ -13,9 +13,9 @@ from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of elements in a chunk. Two float64 copies of a chunk fit in the cache of one core."""
+"""Number of output elements in a chunk, which is summed in one step. Two float64 copies of a chunk fit in the cache of one core."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""Number of elements in a chunk on a GPU. Two float64 copies of a chunk need 67 MB."""
+"""Number of output elements in a chunk on a GPU, which is summed in one step. Two float64 copies of a chunk need 67 MB."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,12 @@ class ModuleSums:
     """Whether every output had the reference's shape and its rows belonged to the same tokens. Experts get other tokens if the
     routing changes; comparing elements is then meaningless."""
     rerouted: int = 0
-    """For a router: the number of tokens in the call in which it chose another expert for at least one token. Otherwise 0."""
+    """For a router: the number of tokens in the call in which it sent at least one token to another expert than in the reference.
+    Otherwise 0.
+    """
 
     def add(self, other: ModuleSums) -> None:
-        """Add the sums of further calls."""
+        """Add the sums over the outputs of further calls of the module."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted
@@ -54,7 +56,8 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
 
     kept: a bool mask of the output's first dimensions; only these positions are compared.
 
-    Only the sums needed for modules are computed, in float64. Computing all sums of the main output would take twice as long.
+    Only the sums needed for modules are computed, in float64. Computing also the sums that only the main output needs would take
+    twice as long.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)

@@ -21,11 +21,11 @@ class ModuleRecorder(ModuleObserver):
 
     def __init__(self, budget: int) -> None:
         self.outputs: dict[tuple[str, int], torch.Tensor] = {}
-        """The recorded outputs, keyed by (module, call)."""
+        """The recorded outputs, keyed by the name of the module and the number of its call."""
         self.left_out: set[str] = set()
-        """Names of modules with an output that did not fit into the budget."""
+        """Names of modules that returned an output which did not fit into the budget."""
         self.choices: dict[tuple[str, int], torch.Tensor] = {}
-        """The experts that routers chose, as integers, keyed by (module, call)."""
+        """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
         self._budget = self._left = budget
         self._last: SeenOutput[torch.Tensor | None] | None = None
 

@@ -1,4 +1,4 @@
-"""Finds modules in a mixture of experts whose rows belong to other tokens than in the reference.
+"""Finds modules in a mixture of experts whose output rows belong to other tokens than in the reference.
 
 A router sends each token to a few experts, and an expert's input has one row for each of its tokens. If rounding sends a token to
 another expert, later rows of that input shift to other tokens, so comparing elements is meaningless. Outputs with one row for every
@@ -18,9 +18,9 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Names in model configurations for the number of experts per token."""
+"""Names that model configurations use for the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
-"""Names in model configurations of settings that change the choice of experts, so that the scores alone do not decide it."""
+"""Names in model configurations of settings that affect which experts a router chooses, so that the scores alone do not decide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,9 @@ class Routing:
     experts: frozenset[int]
     """Possible numbers of experts. A router's output has one score for each expert."""
     chosen: int | None
-    """The number of experts per token, if a router chooses those with the largest scores; None if unknown or chosen otherwise."""
+    """The number of experts per token, if a router chooses those with the largest scores; None if it is unknown or scores alone do
+    not decide.
+    """
 
     @classmethod
     def of(cls, model: LiveModel) -> Routing | None:
@@ -71,11 +73,11 @@ class RoutingComparer:
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router with `tokens` tokens chose another expert for at least one of them."""
+        """Record that a router, called with `tokens` tokens, chose another expert than in the reference for at least one."""
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return a router's number of tokens if it chose another expert for any of them; otherwise, and for other modules, 0."""
+        """If a router chose another expert than in the reference for any token, return its number of tokens; otherwise 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ class SeenOutput(Generic[T]):
         self.version = version_of(output)
 
     def is_same(self, output: torch.Tensor) -> bool:
-        """Return whether `output` is the same values in the same memory, not written to since this object was created."""
+        """Return whether `output` has the same memory as this object's output, and nothing has written to that memory since."""
         if self.version != version_of(self.output):
             return False
         return self.output is output or (
