@@ -114,8 +114,9 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits are compared as integers: this
-        gives the same order for non-negative floats, and torch reduces small groups of integers several times as fast.
+        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits are compared as integers: for
+        non-negative floats, integers have the same order as the floats, and torch reduces small groups of integers several times as
+        fast.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -136,7 +137,9 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN, for which there is no code, by 0. The sum of all values shows first whether there is any NaN."""
+    """Replace each NaN by 0, because there is no code for NaN. The sum of all values is computed first: if it is not NaN, no value
+    is NaN.
+    """
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 

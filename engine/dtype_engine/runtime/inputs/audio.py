@@ -45,7 +45,7 @@ def sound_argument(model: LiveModel) -> str | None:
 
 
 def sound_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call for each audio file, with tokens for the decoder if the model has one.
+    """Return the inputs: one call of the model for each audio file, with tokens for the decoder if the model has a decoder.
 
     Raises UserError for an audio file that can't be used, and NoForward if no audio can be created for the model.
     """

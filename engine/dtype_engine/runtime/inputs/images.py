@@ -29,7 +29,9 @@ _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""Width and height of a synthetic picture, in merged patches, for models that accept pictures of any size."""
+"""Width and height of a synthetic picture for models that accept pictures of any size, counted in merged patches (groups of patches
+that become one token).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -198,7 +198,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return the call of the model with a single sequence of token ids [positions]."""
+    """Return one call of the model, whose input is a single sequence of token ids [positions]."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)

@@ -50,7 +50,7 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
 
 
 def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor in torch, where an element of `float4_e2m1fn_x2` is a byte with two values."""
+    """Return the shape that torch gives a stored tensor. In torch, one element of `float4_e2m1fn_x2` is a byte with two values."""
     if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
         return (*stored.shape[:-1], stored.shape[-1] // 2)
     return stored.shape
@@ -75,8 +75,8 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read the values of a weight from a checkpoint of any form: in the stored dtype, or in float32 for a weight that is stored
-    with scales or in a GGUF block format.
+    """Read the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
+    stored with scales or in a GGUF block format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError, as `read_stored` does.
     """

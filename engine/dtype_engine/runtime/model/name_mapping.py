@@ -28,9 +28,9 @@ class Placement:
     part: bool
     """Whether the stored tensor is only a part of the live tensor."""
     place: tuple[int | None, int] | None = None
-    """The place of a part: the index of its matrix along the first dimension (None if the live tensor is one matrix), and its
-    position among the parts that are stacked in the rows of that matrix. If the whole value is None, parts are combined in another
-    way, for example transposed.
+    """Where a part lies in the live tensor: the index of its matrix along the first dimension (None if the live tensor is one
+    matrix), and its number among the parts that are stacked in the rows of that matrix. The whole value is None if the parts are
+    neither whole matrices nor stacked, for example if they are transposed.
     """
 
 

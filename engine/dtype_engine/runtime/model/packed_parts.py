@@ -50,8 +50,9 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Explain why parts of a packed weight can't have its scales: a scale covers a part only partially. Returns None if no scale
-    does.
+    """Return the reason why the parts of a packed weight can't keep the scales of that weight: one of its blocks, which share a
+    scale, covers values of two parts or rows. Returns None if each block lies within one part and one row, or if there are no
+    blocks.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -70,7 +71,9 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one for each matrix, or none."""
+    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one group for each matrix, or no
+    groups.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]

@@ -74,8 +74,8 @@ def _integers_for_floats(
 
 
 def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -> str | None:
-    """Explain why transformers would load wrong values for a quantised weight whose method it knows, or return None if it would
-    not.
+    """Return the reason why transformers would load wrong values for a weight, although it supports the quantisation method of this
+    weight. Returns None if the values would be right.
     """
     name = printable(weight.codes)
     global_scale = weight.part("_global_scale")
@@ -98,8 +98,8 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """Return a sentence about the first block scale without a weight, or weight without a block scale. Returns None if all are
-    paired.
+    """Return a sentence about the first block scale that has no weight, or the first weight that has no block scale. Returns None
+    if every weight has its scale.
     """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors
