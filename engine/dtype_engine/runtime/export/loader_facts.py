@@ -15,8 +15,8 @@ from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
-    """How the loaded values compare with those from `load_pretrained`, in the words of the README. `{wide}` is the dtype in
-    `config.json`.
+    """The values that `from_pretrained` of transformers loads, compared with the values from `load_pretrained`, in the words of the
+    README. `{wide}` is replaced by the dtype in `config.json`.
     """
 
     SAME = "the same values"
@@ -70,7 +70,8 @@ Kind = tuple[str, bool]
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return the two loading outcomes for each kind of weight in an export: without arguments, and with `dequantize=True`.
+    """Return two outcomes of `from_pretrained` for each kind of weight in an export: without further arguments, and with
+    `dequantize=True`.
 
     wide: the dtype that `config.json` names.
     """

@@ -215,7 +215,9 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Return whether other programs have a layout for a linear layer's weight in this dtype. Blocks must divide its rows evenly."""
+    """Return whether other programs can read a linear layer's weight in this dtype. They can't if the last block of a row would be
+    incomplete.
+    """
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks

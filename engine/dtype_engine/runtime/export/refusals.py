@@ -13,7 +13,9 @@ from dtype_engine.runtime.export.layout import Layout
 
 
 def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a weight that would get scales in a layout whose loaders don't support scales."""
+    """Raise UserError for a weight that would be stored with scales in an export whose loaders (such as diffusers or PEFT) don't
+    support scales.
+    """
     if layout.kind == "model":
         return
     loader = "PEFT" if layout.kind == "adapter" else "diffusers"

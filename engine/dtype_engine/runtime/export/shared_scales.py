@@ -1,5 +1,5 @@
-"""Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. So do weights that loading packs
-into one weight, such as the experts of a layer: their scales are those of the packed weight.
+"""Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. Weights that loading packs into
+one weight, such as the experts of a layer, also share a scale if the packed weight has one scale for them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""Maximum time in seconds of one wait in the main thread. A signal that arrives just before a wait is handled after the wait."""
+"""Maximum time in seconds that the main thread waits at once. If a signal arrives just before a wait, it is handled after the wait.
+"""
 
 
 class Progress:
@@ -210,7 +211,7 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """Write the codes of a tensor in a storage dtype without blocks, one byte for each code. Returns the scales."""
+    """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code. Returns the scales."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:

@@ -112,8 +112,8 @@ class Weight:
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """Return the weights, including `name`, that share one scale if all of them are in `dtype`. The list is empty if the weight
-    `name` shares no scale, or if one of the weights with which it would share is in a dtype other than `dtype`.
+    """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
+    if the weight `name` would not share its scale.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]

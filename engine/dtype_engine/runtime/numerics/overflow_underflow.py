@@ -28,7 +28,7 @@ from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""The losses counted until now, keyed by (tensor, dtype), or None if the cast only rounds values."""
+"""Caches losses, keyed by (tensor, dtype). The value is None if the cast of the tensor to the dtype only rounds values."""
 
 
 class _Counts(NamedTuple):
@@ -175,8 +175,8 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite. It may return False if only their sum is infinite; the caller
-    then checks each value.
+    """Return whether all values are finite. The result may also be False if only the sum of the values is not finite; then the
+    caller checks each value.
     """
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 

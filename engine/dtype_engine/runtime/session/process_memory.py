@@ -61,7 +61,8 @@ def reset_peaks(device: torch.device) -> None:
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of the process, and of the model's device.
 
-    kept_outputs: the number of bytes of outputs kept for later measurements, and its limit. If None, nothing was measured yet.
+    kept_outputs: the number of bytes of the outputs that are kept for later measurements, and the limit for this number; None if
+    nothing was measured yet.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)

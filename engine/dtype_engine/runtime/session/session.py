@@ -98,7 +98,8 @@ class Session:
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """The reason why the model can't be run: a sentence with placeholders for hints of the command line or the app."""
+        """The reason why the model can't be run: a sentence with placeholders for advice that the command line or the app fills in.
+        """
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
@@ -452,7 +453,8 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the current recipe to modules, by running one module as cast and all others as in the reference.
+        """Attribute the drift of the current recipe to modules, by running the model with one module as the recipe casts it and all
+        other modules as in the reference, for one module after another.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
@@ -554,7 +556,8 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The number of elements and calls for each module, operation and pair of dtypes. Raises as `drift` does.
+            The number of cast elements and the number of casts, for each module, operation and pair of dtypes (before and after the
+            cast). Raises as `drift` does.
 
         Example:
             >>> _ = session.cast("*.mlp", "bfloat16")
@@ -597,7 +600,7 @@ class Session:
         Args:
             on_passes: Called with the row that is being timed, the number of finished passes, and the number of all passes.
             cancelled: Checked between module calls.
-            repeats: The number of timed passes per row, which follow one warm-up pass.
+            repeats: The number of timed passes for each row of the report, after one warm-up pass.
 
         Returns:
             Seconds per pass: the median, fastest and slowest of each row. Raises as `drift` does.
@@ -648,7 +651,8 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, to run it in parts. Equal arguments return the same scan. Raises as `scan` does.
+        """Return the scan that `scan` runs, so that a caller can run it in parts. Equal arguments return the same scan. Raises as
+        `scan` does.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
@@ -730,7 +734,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """A summary of the inputs, call by call, or None if the model can't be run.
+        """A summary of the inputs, for each call of the model, or None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)
@@ -740,7 +744,8 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """The number of bytes of outputs kept for later measurements and its limit, or None before the first measurement.
+        """The number of bytes of the outputs that are kept for later measurements, and the limit for this number; None before the
+        first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

@@ -88,7 +88,7 @@ def _mapped(file: Path) -> bool:
 
 
 def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return that mapping in a pickle which contains the largest number of the `wanted` names."""
+    """Find the mappings in a pickle, and return the one that contains most of the `wanted` names."""
     if isinstance(pickled, torch.Tensor):
         return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}

@@ -41,7 +41,7 @@ _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
 class OutputMetrics:
-    """The metrics of the main output over all sequences, which are added one by one.
+    """Collects the results of comparing the model's main output, one sequence at a time, and computes metrics over all sequences.
 
     Sequences may be added in any order: sums are always computed in the order of the sequence numbers.
     """
@@ -50,7 +50,7 @@ class OutputMetrics:
         """Start without sequences. classes_dim: the output dimension with the logits of a distribution, or None."""
         self.classes_dim = classes_dim
         self.sequences: dict[int, SequenceFigures] = {}
-        """The figures of each added sequence, keyed by sequence number."""
+        """The results of comparing each added sequence, keyed by sequence number."""
 
     def add(
         self,
@@ -63,7 +63,7 @@ class OutputMetrics:
         """Add one sequence: the reference's and the candidate's output, of the same shape.
 
         next_tokens: the class of each position's next token, int64 [batch, positions], or -100 if there is none. number: the index
-        of this sequence; if None, it follows those already added. kept: the positions to compare; see `compared_rows`.
+        of this sequence; if None, the sequence gets the next free index. kept: the positions to compare; see `compared_rows`.
 
         Raises:
             ValueError: The shapes differ.
