@@ -85,7 +85,9 @@ class ExportTensor:
     portable: bool
     """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The byte ranges of data and scales in the source's files, if these bytes can be copied unchanged. Otherwise empty."""
+    """The byte ranges of data and scales in the source's files, if these bytes can be copied unchanged. The tuple is empty if the
+    bytes can't be copied.
+    """
     values: Callable[[], torch.Tensor]
     """A function that returns the values to be cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
@@ -151,9 +153,11 @@ class Contents:
     export declares them as quantised.
     """
     coverage: Coverage | None = None
-    """How many tensors of the model, or of the index, the source has. None if neither the model nor the index is known."""
+    """How many of the tensors of the model, or of those in its index, the source has. None if neither the model nor the index is
+    known.
+    """
     incomplete: tuple[str, ...] = ()
-    """Sentences that say what the source lacks."""
+    """Sentences that name the tensors which the source lacks."""
 
     @property
     def nbytes(self) -> int:

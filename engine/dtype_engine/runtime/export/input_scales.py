@@ -26,7 +26,8 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Mark the items whose layers have quantised inputs. In formats that store a scale for these inputs, add the scale.
+    """Mark the items whose layers have quantised inputs. For formats in which a file stores a scale of these inputs, add the scale
+    to the items.
 
     Inputs are quantised if `settings` request this, or if a weight is exported as stored and the source declares its inputs as
     quantised. In the second case, the source's scale is kept. ranges: the largest |value| of the inputs of each weight, keyed by
@@ -101,7 +102,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that programs which load the export quantise by rules other than those of the measurement."""
+    """Return notices of activations that the loaders of the export do not quantise by the rules with which they were measured."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -173,7 +173,7 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files, except the weights that the export writes itself and the same weights in other file formats."""
+        """Collect a component's files, except the weights that the export writes and the same weights in other file formats."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

@@ -67,7 +67,9 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that would get scales but has another shape in the checkpoint than in the model."""
+    """Raise UserError for a weight that would be stored with scales and whose shape in the checkpoint differs from its shape in the
+    model.
+    """
     info = tree.canonical(placement.name) if placement is not None else None
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
         return

@@ -79,7 +79,8 @@ class Progress:
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
-    The order is that of the safetensors library: the widest dtypes first, then by name, so that every tensor is aligned.
+    The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
+    name within a dtype.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -107,8 +108,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these items. Several threads write different items at the same time.
 
-    lost: a list for the weights whose casts lose values, in any order; if None, losses are not counted. Raises Cancelled, UserError
-    and OSError.
+    lost: a list to which the weights are added in which a cast makes values infinite or zero, in any order; if None, such values
+    are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -167,7 +168,7 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Write the values of an item in its dtype, and add the values that the cast loses to `lost`."""
+    """Write the values of an item in its dtype. If the cast makes values infinite or zero, add their counts to `lost`."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)

@@ -16,7 +16,9 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some quantized rows of a weight. All matrices of the weight are stacked as [rows, width]."""
+    """Some quantized rows of a weight. A weight of several matrices is treated as one matrix, [rows, width], in which they are
+    stacked.
+    """
 
     first: int
     """The index of the chunk's first row in the weight."""
@@ -42,7 +44,7 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes one chunk of a weight after another in the same buffers, so that no chunk needs new memory.
+    """Quantizes the chunks of a weight one after the other, in the same buffers, so that no chunk needs new memory.
 
     rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the format has no such scale.
     """

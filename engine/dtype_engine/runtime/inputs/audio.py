@@ -142,7 +142,9 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 
 def synthetic_tone(rate: int) -> Wave:
-    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. It is the same in every run."""
+    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. The result is the same in every
+    run.
+    """
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

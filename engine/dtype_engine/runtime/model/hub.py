@@ -15,8 +15,8 @@ from dtype_engine.runtime.model.hf_private import implementation, set_implementa
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
-"""The expert implementations that transformers itself provides with torch operations. Any other name is a package of native code,
-which transformers downloads from the hub if it is not installed.
+"""The implementations of experts (of mixture-of-experts models) that consist of torch operations in transformers itself. Any other
+name is a package of native code, which transformers downloads from the hub if it is not installed.
 """
 _ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
 """Attributes of a configuration that make `from_pretrained` read files other than the checkpoint's, or replace the model's code."""

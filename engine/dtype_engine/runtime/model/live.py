@@ -35,7 +35,7 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
 @dataclass(slots=True)
 class Weight:
-    """One distinct tensor of the module. Tied weights are a single `Weight`."""
+    """One distinct tensor of the module. Tied weights, several names for one tensor, are a single `Weight`."""
 
     info: TensorInfo
     tensor: torch.Tensor
@@ -67,7 +67,7 @@ class Weight:
 
     @property
     def form(self) -> str:
-        """A key that identifies the current values of this weight: its dtype, and the weights with which it shares a scale."""
+        """A key that identifies the current values of this weight: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
@@ -95,7 +95,8 @@ class Weight:
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
         """Return the loss of casting the stored values to `dtype`. The result is cached.
 
-        cast: whether the weight is in this dtype already and stays in it, so that its cast data can be used. Raises Cancelled.
+        cast: whether the weight is in this dtype already and keeps this dtype during the call. The loss is then counted in the
+        current data, without another cast. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -131,9 +132,9 @@ class LiveModel:
     weights: dict[str, Weight]
     """The weights, keyed by canonical name."""
     files: tuple[Path, ...] = ()
-    """The weights files, which may be mapped."""
+    """The files of the weights. The weights may be mapped from these files."""
     folder: Path | None = None
-    """The folder with the configuration and the tokenizer."""
+    """The folder that holds the model's configuration and tokenizer."""
     checkpoint: Checkpoint | None = None
     """The headers of the checkpoint, or None for the user's own module."""
     example_inputs: Callable[[], Any] | None = None

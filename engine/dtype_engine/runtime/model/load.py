@@ -128,7 +128,7 @@ def _unpack(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded module with every weight in its stored dtype."""
+    """A module loaded from a checkpoint, with every weight in its stored dtype."""
 
     module: nn.Module
     quantized: dict[str, tuple[str, torch.Tensor]]

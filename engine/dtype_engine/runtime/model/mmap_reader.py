@@ -19,7 +19,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """Map a tensor that is stored as a single range of bytes, in its own dtype and shape. For all other tensors, use `read_tensor`.
+    """Map a tensor that is stored as a single range of bytes, in its own dtype and shape. Tensors that are stored in any other form
+    have to be read with `read_tensor`.
 
     The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """

@@ -1,7 +1,7 @@
 """The mapping from the tensors of a checkpoint to those of a live module.
 
-Most tensors have the same name in both. But transformers adds or drops the prefix of the base model, renames tensors, and packs
-several tensors of a file, such as the experts of a layer, into one parameter.
+Most tensors have the same name in the checkpoint and in the module. But transformers adds or drops the prefix of the base model,
+renames tensors, and packs several tensors of a file, such as the experts of a layer, into one parameter.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the weights that must keep their stored dtype on loading: those that rules can cast, and those exported with scales.
-    transformers alone handles integers and weights that other programs quantised.
+    """Return the weights that must keep their stored dtype on loading: weights that rules can cast, and weights that an export of
+    this program stored with scales. Integers, and weights that other programs quantised, are left to transformers.
     """
     return {
         name: placement

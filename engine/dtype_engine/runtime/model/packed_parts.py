@@ -1,7 +1,7 @@
 """Live weights that loading packs from several stored parts: the order of the parts, and the scales of the packed weight.
 
 A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. If a
-scale covers only one part, it is also the scale of that part.
+scale of the packed weight covers only one part, that part has the same scale in the file.
 """
 
 from __future__ import annotations

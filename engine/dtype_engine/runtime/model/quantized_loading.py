@@ -1,4 +1,4 @@
-"""Refuses checkpoints that other programs quantised if transformers would load wrong values from them.
+"""Refuses a checkpoint that a program other than this one quantised, if transformers would load wrong values from it.
 
 transformers ignores a quantisation that it does not know: it reads codes as values, leaves out scales, or initialises weights
 randomly, all without an error.

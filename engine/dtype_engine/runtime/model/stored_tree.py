@@ -47,7 +47,7 @@ def with_files(
 ) -> list[TensorInfo]:
     """Return a module's tensors with the sizes, packing and quantisation that they have in the files.
 
-    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module. Otherwise the dtypes
+    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module. If False, the dtypes
     of the files are used.
     """
     stored = stored_dtypes(checkpoint, placements)

@@ -32,7 +32,7 @@ Counted = MutableMapping[tuple[str, str], ValueLoss | None]
 
 
 class _Counts(NamedTuple):
-    """The counts of one piece of a tensor, which can be summed over pieces. `ValueLoss` describes the fields."""
+    """Counts of lost values in one piece of a tensor. The counts of pieces can be added up. `ValueLoss` describes the fields."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -157,7 +157,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Count the losses in whole rows in a dtype with scales, whose codes never overflow."""
+    """Count the losses in whole rows that were cast to a dtype with scales. Codes of such a dtype never overflow."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0

@@ -1,7 +1,7 @@
 """The effect of a cast on the values of a tensor, without a forward pass: the round-trip error, and the histogram of exponents.
 
-A tensor is read once, in pieces that stay in the processor's cache, so memory use does not grow with the tensor. But if each output
-channel has its own scale, a piece has to hold whole rows.
+A tensor is read once, in pieces that stay in the processor's cache, so memory use does not grow with the tensor. If each output
+channel has its own scale, however, a piece has to hold whole rows.
 """
 
 from __future__ import annotations

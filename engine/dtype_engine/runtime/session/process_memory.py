@@ -99,7 +99,9 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int:
-    """Return the number of resident bytes mapped from these files. In smaps (proc(5)), each mapping begins with its file's path."""
+    """Return the number of resident bytes mapped from these files. In /proc/self/smaps (see proc(5)), the entry of each mapping
+    begins with a line that ends with the path of its file.
+    """
     wanted = [re.escape(str(path.resolve()).encode()) for path in files]
     if not wanted:
         return 0

@@ -215,7 +215,8 @@ class Session:
 
     @reading_weights
     def use_recipe(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
-        """Replace the recipe as `apply` does, but without an undo step, for callers that keep their own history.
+        """Replace the recipe as `apply` does, but without a step that `undo` can revert. This is for callers that keep their own
+        history.
 
         Args:
             recipe: The recipe. The last rule that matches a tensor decides its dtype.
@@ -238,7 +239,7 @@ class Session:
         """Restore the previous recipe.
 
         Returns:
-            Whether there was a recipe to restore.
+            Whether there was a previous recipe to restore.
 
         Example:
             >>> _ = session.cast("*", "float16")
@@ -294,7 +295,7 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe from the last scan, by adding the scores of the weights that the recipe casts.
+        """Predict the drift of a recipe: the sum of the scores that the last scan gave to the weights which the recipe casts.
 
         Args:
             recipe: The recipe; by default, the current one.
@@ -385,7 +386,7 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the tensors that `export` writes. The model runs if a format needs activation scales. Raises as `export` does.
+        """Return the tensors that `export` writes. The model runs if a format needs activation scales. Raises what `export` raises.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
@@ -404,7 +405,7 @@ class Session:
         return of_live(self.model, self.recipe, planned, self.settings, ranges)
 
     def need_inputs(self) -> Inputs:
-        """Return the inputs. Raises NoForward if the model can't be run.
+        """Return the inputs with which the model is run. Raises NoForward if the model can't be run.
 
         Example:
             >>> len(session.need_inputs().batches)
@@ -461,7 +462,7 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The contributions, largest first, and their sum. Raises as `drift` does, and UserError under `torch.autocast`.
+            The contributions, largest first, and their sum. Raises what `drift` raises, and UserError under `torch.autocast`.
 
         Example:
             >>> _ = session.cast("*.layers.0.mlp", "int8")
@@ -482,7 +483,8 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The worst metrics of all variants, which are measured once for the current inputs. Raises as `drift` does.
+            For each metric, the worst value of all variants of the reference. They are measured once for the current inputs. Raises
+            what `drift` raises.
 
         Example:
             >>> session.floor() is session.floor()
@@ -499,7 +501,7 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Find where values stop being finite, and rules that prevent this.
+        """Find the module in which values first become infinite or NaN, and rules that prevent this.
 
         Args:
             report: A measurement of the current recipe.
@@ -507,7 +509,7 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The diagnosis, or None if all values are finite. Raises as `drift` does.
+            The diagnosis, or None if all values are finite. Raises what `drift` raises.
 
         Example:
             >>> session.nonfinite(session.drift()) is None
@@ -557,7 +559,7 @@ class Session:
 
         Returns:
             The number of cast elements and the number of casts, for each module, operation and pair of dtypes (before and after the
-            cast). Raises as `drift` does.
+            cast). Raises what `drift` raises.
 
         Example:
             >>> _ = session.cast("*.mlp", "bfloat16")
@@ -579,7 +581,7 @@ class Session:
             cancelled: Checked after every token.
 
         Returns:
-            Both texts for each input. Raises as `drift` does, and NoForward also for a model that can't generate.
+            Both texts for each input. Raises what `drift` raises, and NoForward also for a model that can't generate.
 
         Example:
             >>> session.generate(2)[0].differs  # nothing is cast
@@ -603,7 +605,7 @@ class Session:
             repeats: The number of timed passes for each row of the report, after one warm-up pass.
 
         Returns:
-            Seconds per pass: the median, fastest and slowest of each row. Raises as `drift` does.
+            Seconds per pass: the median, fastest and slowest of each row. Raises what `drift` raises.
 
         Example:
             >>> [row.what for row in session.speed(repeats=3).rows]
@@ -637,8 +639,8 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            Scores in nats per position, or in another unit that the report names. Raises as `drift` does, and UserError if the file
-            `save` holds another scan.
+            Scores in the unit that the report names, such as nats per position. Raises what `drift` raises, and UserError if the
+            file `save` holds a scan with other arguments, inputs or settings, or of another model.
 
         Example:
             >>> scan = session.scan(["bfloat16"], draws=1)
@@ -651,8 +653,8 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, so that a caller can run it in parts. Equal arguments return the same scan. Raises as
-        `scan` does.
+        """Return the scan that `scan` runs, so that a caller can run it in parts. Equal arguments return the same scan. Raises what
+        `scan` raises.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()

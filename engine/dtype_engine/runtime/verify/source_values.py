@@ -49,7 +49,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
-    """Return the current values of a module that was built by Python code."""
+    """Return the current values of a module that the user's Python code has built."""
     state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return SourceValues(
         frozenset(state),

@@ -51,7 +51,7 @@ class OpenExport:
     """An export and its source, both open for comparison."""
 
     contents: Contents
-    """The planned contents, with which the export is compared."""
+    """The contents that the export should have. They are compared with those that it has."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -103,8 +103,8 @@ class OpenExport:
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
         """Describe the problem with the scale of a layer's inputs, or return None if there is none. If the weight keeps its stored
-        dtype and the source has an input scale, the two input scales must be equal. Otherwise the scale must be finite and
-        positive.
+        dtype and the source has an input scale, the two input scales must be equal. In all other cases, the scale must be finite
+        and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -163,12 +163,12 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders that the exporter does not
-    use.
+    """Compare an exported folder with `source` cast by the folder's recipe. The folder and the source are read with loaders that
+    the exporter does not use.
 
-    drift: whether to also run the export and the cast source, whose drift from the reference must be equal. elsewhere: a function
-    that compares the tensors in other processes; the source must then be a checkpoint. Raises UserError if the folder or the source
-    can't be read, NoForward if the model can't be run for `drift`, and Cancelled.
+    drift: whether to also run the export and the cast source; the drifts of both from the reference must be equal. elsewhere: a
+    function that compares the tensors in other processes; the source must then be a checkpoint. Raises UserError if the folder or
+    the source can't be read, NoForward if the model can't be run for `drift`, and Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -221,8 +221,8 @@ def compare(
 ) -> tuple[TensorDifference, ...]:
     """Return the differences between an export and the plan in `contents`, applied to the source's values.
 
-    Only names, dtypes and shapes come from the plan. Casts are computed independently, with `Tensor.to` or the formula for scales.
-    Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
+    Only names, dtypes and shapes come from the plan. Casts are computed without the code of the exporter, with `Tensor.to` or, for
+    formats with scales, by their formula. Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
     """
     exported = _read(folder, contents)
     opened = OpenExport(contents, source, exported)
@@ -265,7 +265,9 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return tensors of the source that the export lacks, or that it omits as tied although their values differ."""
+    """Return the tensors of the source that the export lacks: tensors that are missing, and tensors omitted as tied although their
+    values differ.
+    """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -344,7 +346,9 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that names scales from calibration inputs, which can't be recomputed, or () if the export has none."""
+    """Return a sentence that names the scales which the export has from calibration inputs and which can't be recomputed, or () if
+    there are none.
+    """
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()

@@ -31,7 +31,7 @@ _CHUNK_ELEMENTS = 1 << 17
 _GPU_CHUNK_ELEMENTS = 1 << 21
 """Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
-"""Number of values that are kept for each position until all positions have been compared."""
+"""Number of results that are kept for each position until all positions have been compared."""
 
 
 @dataclass(slots=True)
