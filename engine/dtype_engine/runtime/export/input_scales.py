@@ -102,7 +102,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices of activations that the loaders of the export do not quantise by the rules with which they were measured."""
+    """Return notices of activations that loaders of the export do not quantise by the rules that the measurement used."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

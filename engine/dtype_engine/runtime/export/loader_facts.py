@@ -35,7 +35,7 @@ class LoaderFacts:
     plain: Outcome
     """The outcome of `from_pretrained` without further arguments."""
     plain_same_in: Container[str]
-    """The dtypes in `config.json` for which the plain outcome is `SAME` instead."""
+    """If `config.json` names one of these dtypes, `from_pretrained` without further arguments has the outcome `SAME` instead."""
     dequantized: Outcome
     """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]

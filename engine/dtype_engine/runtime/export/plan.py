@@ -96,7 +96,7 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return the contents, completed by what the checkpoint lacks: tensors that its index lists and, if `coverage` is known,
+    """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists and, if `coverage` is known,
     tensors of the model.
     """
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)

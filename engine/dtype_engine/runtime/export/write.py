@@ -108,8 +108,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these items. Several threads write different items at the same time.
 
-    lost: a list to which the weights are added in which a cast makes values infinite or zero, in any order; if None, such values
-    are not counted. Raises Cancelled, UserError and OSError.
+    lost: a list to which this function adds the weights in which a cast loses values (see `ValueLoss`), in any order; if None, lost
+    values are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -168,7 +168,7 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Write the values of an item in its dtype. If the cast makes values infinite or zero, add their counts to `lost`."""
+    """Write the values of an item in its dtype. If the cast loses values (see `ValueLoss`), add their counts to `lost`."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)

@@ -32,7 +32,7 @@ class ModelDescription:
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """The names of the base classes of each module class in the tree."""
+    """Maps each module class in the tree to the names of its base classes."""
     model_type: str | None
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)

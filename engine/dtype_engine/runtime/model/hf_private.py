@@ -142,8 +142,8 @@ _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
 """The operations, each with a dimension, by which transformers combines several tensors of the files into one weight. `_STACKED`:
-each tensor becomes one matrix of the weight. `_STACKED_BELOW`: several tensors, one below the other, become one matrix of the
-weight. `_BELOW`: all tensors, one below the other, become a weight that is a single matrix.
+each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several tensors, one below the
+other. `_BELOW`: the weight is a single matrix, which consists of all tensors, one below the other.
 """
 
 

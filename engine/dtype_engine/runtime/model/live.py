@@ -47,8 +47,8 @@ class Weight:
     scale: torch.Tensor | None = None
     """The scales of the current data, or None for a dtype without scales."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """The losses that casts of the stored data to a dtype would cause, keyed by dtype, as far as they were counted. A cast loses a
-    value if it makes the value infinite or zero.
+    """The losses that were counted until now for casts of the stored data, keyed by the dtype of the cast. `ValueLoss` describes a
+    loss.
     """
     stashed: torch.Tensor | None = None
     """The cast data during a reference pass, in which the module has the original data; None at all other times."""
@@ -114,7 +114,7 @@ class Weight:
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
     """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
-    if the weight `name` would not share its scale.
+    if no other weight would share a scale with the weight `name`.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
@@ -284,8 +284,8 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """Return the losses of all weights in which casts do more than round: values become infinite or zero. Each loss is counted
-        only once.
+        """Return the losses of all weights in which casts do more than round: values become infinite, saturate or become zero. Each
+        loss is counted only once.
 
         planned: the dtypes of a plan, whose losses are counted from the stored values; if None, the losses of the current casts are
         counted. Raises Cancelled.

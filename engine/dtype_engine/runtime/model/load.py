@@ -118,7 +118,9 @@ def _from_checkpoint(
 
 
 def _unpack(module: nn.Module) -> None:
-    """Make compressed-tensors unpack its weights now instead of in the first forward pass, which may be cancelled."""
+    """Make compressed-tensors unpack its weights now. By default, it unpacks them in the first forward pass, which may be
+    cancelled.
+    """
     compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
     if compressor is not None and hasattr(module, "ct_decompress_hook"):
         with quiet():
@@ -325,8 +327,8 @@ def _restore_quantized(
     """Put weights that an export stored with scales into the module, where loading could not do so: weights with packed codes, and
     weights of the module that consist of several stored parts.
 
-    Returns the dtype and scales of all weights stored with scales, and the set of weights that this function has put into the
-    module, both by the name in the module.
+    Returns the dtype and scales of all weights stored with scales, keyed by the weight's name in the module, and the names of the
+    weights that this function has put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}

@@ -50,9 +50,9 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return the reason why the parts of a packed weight can't keep the scales of that weight: one of its blocks, which share a
-    scale, covers values of two parts or rows. Returns None if each block lies within one part and one row, or if there are no
-    blocks.
+    """Return the reason why the parts of a packed weight can't have the scales of the packed weight: the parts are not stacked in
+    rows, or a block, whose values have one scale, reaches from one part or row into the next. Returns None if there is no such
+    reason.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"

@@ -74,8 +74,8 @@ def _integers_for_floats(
 
 
 def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -> str | None:
-    """Return the reason why transformers would load wrong values for a weight, although it supports the quantisation method of this
-    weight. Returns None if the values would be right.
+    """Return the reason why transformers would load wrong values for a weight, although transformers supports its quantisation
+    method. Returns None if the values would be right.
     """
     name = printable(weight.codes)
     global_scale = weight.part("_global_scale")

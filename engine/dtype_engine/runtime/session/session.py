@@ -528,7 +528,7 @@ class Session:
         """Find rules that keep the values which the current recipe makes infinite or zero.
 
         Args:
-            report: A measurement of the current recipe, to compare the drift under the new rules with. If None, the rules are
+            report: A measurement of the current recipe, for comparison with the drift under the new rules. If None, the rules are
                 returned without a measurement.
             on_trial: Called with the number of rules already tried and the number of all rules.
             cancelled: Checked between module calls.
