@@ -59,11 +59,13 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """Return the `quantization_config` with which other programs read weights with scales, or None if they can't read any.
+    """Return the `quantization_config` with which other programs read weights with scales, or None if the export has no such
+    weights that other programs can read.
 
-    For the fp8 layout of DeepSeek, it names that layout. For all other formats, it has a compressed-tensors group for each pair of
-    a storage dtype and whether inputs are quantised, with the exact names of the group's modules (see `_targets` for experts). All
-    other linear modules are listed as not quantised, so that no program looks for their scales.
+    In the fp8 layout of DeepSeek, the result names this layout. For all other formats, the result has compressed-tensors groups:
+    one for each format of the weights, divided by whether the inputs of the layers are quantised too. A group lists the exact names
+    of its modules (see `_targets` for experts). All other linear modules are listed as not quantised, so that no program looks for
+    their scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
@@ -105,7 +107,9 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the exact names of modules. `name_of(layer)` replaces the names of a layer's experts if `rest` has none of them."""
+    """Return the names of modules for the configuration. The experts of a layer are replaced by `name_of(layer)`, one name for all
+    of them, unless `rest` also has experts of this layer.
+    """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
     return list(dict.fromkeys(named))

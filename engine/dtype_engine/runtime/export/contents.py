@@ -1,4 +1,6 @@
-"""The contents of an exported checkpoint as plain data: its weights, the tensors that hold them in the files, and further files."""
+"""The contents of an exported checkpoint as plain data: its weights, the tensors that hold the weights in the files, and the files
+without weights.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class SharedScale:
         self._amax: float | None = None
 
     def amax(self) -> float:
-        """Return the largest finite |value| of all these tensors."""
+        """Return the largest finite |value| of all tensors that share the scale."""
         with self._lock:
             if self._amax is None:
                 self._amax = max(finite_amax(values()) for values in self._values)
@@ -79,17 +81,21 @@ class ExportTensor:
     dtype: str
     """The dtype in the export. The name ends with `@tensor` if the export has a single scale for the whole weight."""
     has_scales: bool
-    """Whether the export stores this weight with scales."""
+    """Whether the export stores this weight as codes and scales."""
     portable: bool
     """Whether the export stores this weight in a layout that other programs read."""
     source_bytes: tuple[ByteRange, ...]
-    """The byte ranges of data and scales in the source's files, if these bytes can be copied unchanged. Otherwise empty."""
+    """The byte ranges of data and scales in the source's files, if these bytes can be copied unchanged. The tuple is empty if the
+    bytes can't be copied.
+    """
     values: Callable[[], torch.Tensor]
     """A function that returns the values to be cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """A function that returns existing codes and scales, or None if `values` must be cast."""
+    """A function that returns codes and scales that exist already, or None if the values have to be cast."""
     byte_range: ByteRange | None = None
-    """The byte range of a file from which the values are read without mapping it. If None, no file has the values in this form."""
+    """The byte range of a file from which the values are read without mapping it. None if no single byte range of a file holds the
+    values as they are.
+    """
     shared: SharedScale | None = None
     """The scale that this weight shares with fused siblings or with other parts of a packed weight, or None if it shares none."""
     quantised_inputs: bool = False
@@ -141,13 +147,17 @@ class Contents:
     identities: tuple[FileIdentity, ...] = ()
     """The identities of `files`, recorded before anything was read from these files."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """The further names of tied weights in the source, each mapped to the one name under which the weight is written."""
+    """Maps each name of a tied weight that is not written to the name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings with which the candidate was run. If its activations were quantised, the export declares that."""
+    """The settings of the run that the export belongs to. If activations were quantised in this run, the `config.json` of the
+    export declares them as quantised.
+    """
     coverage: Coverage | None = None
-    """How many tensors of the model, or of the index, the source has. None if neither the model nor the index is known."""
+    """How many of the tensors of the model, or of those in its index, the source has. None if neither the model nor the index is
+    known.
+    """
     incomplete: tuple[str, ...] = ()
-    """Sentences that say what the source lacks."""
+    """Sentences that name the tensors which the source lacks."""
 
     @property
     def nbytes(self) -> int:

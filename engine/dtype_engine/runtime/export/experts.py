@@ -36,22 +36,25 @@ def expert_layer(module: str) -> str:
 
 
 def all_experts(layer: str) -> str:
-    """Return the compressed-tensors target that matches the linear layers of all experts of a layer.
+    """Return the target, a pattern for module names in a compressed-tensors configuration, that matches the linear layers of all
+    experts of a layer.
 
-    vLLM looks up the scheme of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint calls
-    them. transformers looks it up with a regular expression that contains `experts`.
+    vLLM looks up the scheme of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever names the checkpoint
+    has. transformers looks up the scheme with a regular expression that contains `experts`.
     """
     return rf"re:{re.escape(layer)}\.\d+\.\w+$"
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights of experts, which transformers packs into one weight a layer and other programs load separately."""
+    """Return the weights of experts. transformers packs all of these weights in a layer into one weight, while other programs load
+    them separately.
+    """
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Explain how transformers' `from_pretrained` fails on experts in the compressed-tensors layout, in a sentence that begins with
-    "it". Returns None if transformers reads these experts.
+    """Explain how transformers' `from_pretrained` fails on experts in the compressed-tensors layout, in a sentence whose first
+    word, "it", stands for `from_pretrained`. Returns None if transformers reads these experts.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):

@@ -31,7 +31,7 @@ from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""The weights in each file of an export, keyed by file name."""
+"""Maps the name of each file of an export to the weights in this file."""
 
 
 def export(
@@ -49,9 +49,9 @@ def export(
 
     max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
     written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
-    lost: the weights whose casts lose values, if known; if None, losses are counted while writing. incomplete: whether to export a
-    source that lacks tensors. Raises Cancelled, and UserError if the source lacks tensors, space is too small, the folder is not
-    empty or a dtype can't be stored. After an error, nothing is left on the disk.
+    lost: the weights in which a cast loses values (see `ValueLoss`), if these weights are known; if None, they are found while
+    writing. incomplete: whether to export a source that lacks tensors. Raises Cancelled, and UserError if the source lacks tensors,
+    space is too small, the folder is not empty or a dtype can't be stored. After an error, nothing is left on the disk.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())

@@ -26,10 +26,12 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Mark the items whose layers have quantised inputs. In formats that store a scale for these inputs, add the scale.
+    """Mark the items whose layers have quantised inputs. For formats in which a file stores a scale of these inputs, add the scale
+    to the items.
 
-    Inputs are quantised if `settings` say so. They also are if a weight is exported as stored and the source declares its inputs as
-    quantised; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight, keyed by weight name.
+    Inputs are quantised if `settings` request this, or if a weight is exported as stored and the source declares its inputs as
+    quantised. In the second case, the source's scale is kept. ranges: the largest |value| of the inputs of each weight, keyed by
+    weight name.
 
     Fused siblings share the largest range, since they have the same inputs. A layer that no input has reached (an expert to which
     no token was routed) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is not a
@@ -100,7 +102,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that other programs quantise in another way than the measurement did."""
+    """Return notices of activations that loaders of the export do not quantise by the rules that the measurement used."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -63,7 +63,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The folders and files of an export."""
+    """The folders and files of an export, and the kind of model that they hold."""
 
     kind: Kind = "model"
     """The kind of model that the export holds, which decides how it is loaded. A "component" is a single diffusers model."""
@@ -157,7 +157,9 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files of the top folder whose names match a pattern. Other methods collect the files of component folders."""
+        """Collect the files of the top folder whose names match a pattern. The files of component folders are collected by
+        `everything` and `without_weights`.
+        """
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
                 continue
@@ -171,7 +173,7 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files except its weights: those that the export writes itself, and other forms of them."""
+        """Collect a component's files, except the weights that the export writes and the same weights in other file formats."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

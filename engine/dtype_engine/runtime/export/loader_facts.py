@@ -15,8 +15,8 @@ from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
-    """How the loaded values compare with those from `load_pretrained`, in the words of the README. `{wide}` is the dtype in
-    `config.json`.
+    """The values that `from_pretrained` of transformers loads, compared with the values from `load_pretrained`, in the words of the
+    README. `{wide}` is replaced by the dtype in `config.json`.
     """
 
     SAME = "the same values"
@@ -35,7 +35,7 @@ class LoaderFacts:
     plain: Outcome
     """The outcome of `from_pretrained` without further arguments."""
     plain_same_in: Container[str]
-    """The dtypes in `config.json` for which the plain outcome is `SAME` instead."""
+    """If `config.json` names one of these dtypes, `from_pretrained` without further arguments has the outcome `SAME` instead."""
     dequantized: Outcome
     """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
@@ -62,7 +62,9 @@ _LAYERS = {
 """The facts about linear layers, keyed by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
-"""The facts about experts in formats with a scale for each block. transformers dequantizes them when it packs experts."""
+"""The facts about experts in formats with a scale for each block. transformers dequantizes such experts when it packs them into one
+weight.
+"""
 
 
 Kind = tuple[str, bool]
@@ -70,7 +72,8 @@ Kind = tuple[str, bool]
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return the two loading outcomes for each kind of weight in an export: without arguments, and with `dequantize=True`.
+    """Return two outcomes of `from_pretrained` for each kind of weight in an export: without further arguments, and with
+    `dequantize=True`.
 
     wide: the dtype that `config.json` names.
     """

@@ -61,7 +61,9 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice of the first group of fused siblings in several formats, which runtimes that fuse these weights refuse."""
+    """Return a notice of the first group of weights in several formats that some runtimes fuse into one. Such runtimes refuse the
+    export.
+    """
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

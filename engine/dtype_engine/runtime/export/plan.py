@@ -62,8 +62,8 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan the export of an open model in its current dtypes and under the settings with which it ran. If the model has a
-    checkpoint, tensors keep their names in its files. Otherwise they have the names of the live tensors.
+    """Plan the export of an open model in its current dtypes and under the settings with which it ran. If the model comes from a
+    checkpoint, the export uses the tensor names of the checkpoint's files. For any other model, it uses the names in the module.
 
     input_ranges: the largest |value| of the inputs of each weight, keyed by weight name. Raises UserError.
     """
@@ -96,7 +96,9 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return the contents with what the checkpoint lacks: tensors of its index and, if `coverage` is known, of the model."""
+    """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists and, if `coverage` is known,
+    tensors of the model.
+    """
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = what_is_missing(checkpoint.index, coverage, class_name, prefix)
     if coverage is None and checkpoint.index is not None:
@@ -114,8 +116,8 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan every tensor of the checkpoint in the dtype of its live tensor. A tensor without a live tensor stays as stored. Raises
-    UserError.
+    """Plan every tensor of the checkpoint in the planned dtype of its place in the module. A tensor without a place stays as
+    stored. Raises UserError.
     """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
@@ -215,7 +217,9 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
-    """Return whether other programs have a layout for a linear layer's weight in this dtype. Blocks must divide its rows evenly."""
+    """Return whether other programs can read a linear layer's weight in this dtype. They can't if the last block of a row would be
+    incomplete.
+    """
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
     blocks = dtypes.BY_NAME[dtype].blocks

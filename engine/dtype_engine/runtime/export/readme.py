@@ -31,7 +31,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """Return the text of the README. name: the folder name. lost: the weights whose casts lose values."""
+    """Return the text of the README. name: the folder name. lost: the weights in which a cast loses values (see `ValueLoss`)."""
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
         f"# {escaped(name)}",
@@ -126,13 +126,15 @@ def _in_fp8_layout(contents: Contents) -> bool:
 
 
 def _quantised_before(contents: Contents) -> str | None:
-    """Describe in a few words how another program has quantised the source's weights. Returns None if no program has."""
+    """Describe in a few words how a program other than this one has quantised the source's weights. Returns None if the source is
+    not quantised.
+    """
     parts = quantized_parts({item.name: item for item in contents.items if not item.has_scales}, contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
 def _theirs(contents: Contents) -> list[str]:
-    """Return the paragraphs on transformers 5's `from_pretrained`."""
+    """Return the README's paragraphs on what `from_pretrained` of transformers 5 loads from the export."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
             f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",

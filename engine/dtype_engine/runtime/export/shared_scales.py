@@ -1,5 +1,5 @@
-"""Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. So do weights that loading packs
-into one weight, such as the experts of a layer: their scales are those of the packed weight.
+"""Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. Weights that loading packs into
+one weight, such as the experts of a layer, also share a scale if the packed weight has one scale for them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that would get scales but has another shape in the checkpoint than in the model."""
+    """Raise UserError for a weight that would be stored with scales and whose shape in the checkpoint differs from its shape in the
+    model.
+    """
     info = tree.canonical(placement.name) if placement is not None else None
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
         return

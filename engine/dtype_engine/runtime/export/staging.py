@@ -1,5 +1,5 @@
-"""The folder of an export. It is written under a temporary name next to its target and renamed once it is complete. The source is
-never written to.
+"""The folder of an export. The folder is written under a temporary name next to its target, and renamed to the target once it is
+complete. The source is never written to.
 """
 
 from __future__ import annotations

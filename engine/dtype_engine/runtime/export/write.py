@@ -39,7 +39,8 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""Maximum time in seconds of one wait in the main thread. A signal that arrives just before a wait is handled after the wait."""
+"""Maximum time in seconds that the main thread waits at once. If a signal arrives just before a wait, it is handled after the wait.
+"""
 
 
 class Progress:
@@ -78,7 +79,8 @@ class Progress:
 def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
-    The order is that of the safetensors library: the widest dtypes first, then by name, so that every tensor is aligned.
+    The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
+    name within a dtype.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -106,8 +108,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these items. Several threads write different items at the same time.
 
-    lost: a list for the weights whose casts lose values, in any order; if None, losses are not counted. Raises Cancelled, UserError
-    and OSError.
+    lost: a list to which this function adds the weights in which a cast loses values (see `ValueLoss`), in any order; if None, lost
+    values are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -166,7 +168,7 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Write the values of an item in its dtype, and add the values that the cast loses to `lost`."""
+    """Write the values of an item in its dtype. If the cast loses values (see `ValueLoss`), add their counts to `lost`."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)
@@ -210,7 +212,7 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """Write the codes of a tensor in a storage dtype without blocks, one byte for each code. Returns the scales."""
+    """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code. Returns the scales."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:

@@ -16,7 +16,9 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some quantized rows of a weight. All matrices of the weight are stacked as [rows, width]."""
+    """Some quantized rows of a weight. A weight of several matrices is treated as one matrix, [rows, width], in which they are
+    stacked.
+    """
 
     first: int
     """The index of the chunk's first row in the weight."""
@@ -42,7 +44,7 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes one chunk of a weight after another in the same buffers, so that no chunk needs new memory.
+    """Quantizes the chunks of a weight one after the other, in the same buffers, so that no chunk needs new memory.
 
     rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the format has no such scale.
     """
@@ -114,8 +116,9 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits are compared as integers: this
-        gives the same order for non-negative floats, and torch reduces small groups of integers several times as fast.
+        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits are compared as integers: for
+        non-negative floats, integers have the same order as the floats, and torch reduces small groups of integers several times as
+        fast.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -136,7 +139,9 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN, for which there is no code, by 0. The sum of all values shows first whether there is any NaN."""
+    """Replace each NaN by 0, because there is no code for NaN. The sum of all values is computed first: if it is not NaN, no value
+    is NaN.
+    """
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
 

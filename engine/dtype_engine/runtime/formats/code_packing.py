@@ -12,7 +12,9 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""A rounding step times this factor, if added to a float32, makes the sum lose all bits below the step, rounded half to even."""
+"""Adding this factor times a rounding step to a float32 value, and subtracting it again, rounds the value to a multiple of the
+step, half to even, because the sum has no bits below the step.
+"""
 
 
 def round_to_float(values: torch.Tensor, element: DType, spare: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """fp8 in blocks of 128 x 128, as in DeepSeek-V3: e4m3 elements and one scale for each block.
 
-The scale is amax / 448 in float32, or float32's epsilon for a block of zeros, as in compressed-tensors. With `ue8m0`, the scale is
-amax / 448 rounded up to a power of two and stored as a byte, or 1 for a block of zeros, as in transformers. Scales are limited so
-that 448 times the scale is finite in float32.
+The scale is amax / 448 in float32, where amax is the largest |value| of the block, or float32's epsilon for a block of zeros, as in
+compressed-tensors. With `ue8m0`, the scale is amax / 448 rounded up to a power of two and stored as a byte, or 1 for a block of
+zeros, as in transformers. Scales are limited so that 448 times the scale is finite in float32.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Group-quantized integers, int4 and int8, with groups along a row: the arithmetic of compressed-tensors, with bfloat16 scales.
 
 Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale = (max - min) /
-15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Arithmetic is in float32. Since models are
-stored and loaded in bfloat16, no loader rounds these scales. A scale that would be zero is set to bfloat16's epsilon. A code whose
-product with the scale would be infinite in float32 is not used: see `code_limit`.
+15, where max and min include 0, and the code z = round(-8 - min / scale) represents 0. Arithmetic is in float32. Scales are in
+bfloat16 because most models are loaded in bfloat16, which leaves such scales exact. A scale that would be zero is set to bfloat16's
+epsilon. A code whose product with the scale would be infinite in float32 is not used: see `code_limit`.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: a row of `core.dtypes`, or a
-    changed copy of one.
+    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: the block format, as a row of the
+    table in `core.dtypes` or a changed copy of such a row.
     """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)

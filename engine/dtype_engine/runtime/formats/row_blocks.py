@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The properties and methods that a tensor and the values in a file have in common."""
+    """The properties and methods that a torch tensor and `FileValues` (a tensor's values in a file) have in common."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -96,7 +96,8 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Call `work` in n threads, once in each; returns the results. Each call gets every n-th index below `count`.
+    """Call `work` in n threads, once in each; returns the results. The indexes below `count` are divided among the calls: each call
+    gets every n-th index.
 
     n is at most torch's thread count. Each thread has one intra-op thread, so that a piece stays in one core's cache. The division
     into pieces, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept for the

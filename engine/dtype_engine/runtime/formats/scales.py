@@ -1,4 +1,6 @@
-"""Data structure for the scales of blocks, and the upper limit for a scale. Each family of formats computes its scales itself."""
+"""The class for the scales of blocks, and the upper limit for a scale. The scales are computed in the file of each family of
+formats.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibration inputs: the calls with which the reference and the candidate are run.
+"""Calibration inputs: the arguments of the forward passes of the reference and the candidate. A call is one such forward pass.
 
 `build` chooses the kind of input for a model. `text`, `images`, `audio` and `multimodal` create the inputs, with the preprocessing
 in the model's folder. `tensor_files` reads the arguments of the forward pass from a file, and `validate` checks these arguments.

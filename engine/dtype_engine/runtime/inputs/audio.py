@@ -45,7 +45,7 @@ def sound_argument(model: LiveModel) -> str | None:
 
 
 def sound_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call for each audio file, with tokens for the decoder if the model has one.
+    """Return the inputs: one call of the model for each audio file, with tokens for the decoder if the model has a decoder.
 
     Raises UserError for an audio file that can't be used, and NoForward if no audio can be created for the model.
     """
@@ -142,7 +142,9 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 
 def synthetic_tone(rate: int) -> Wave:
-    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. It is the same in every run."""
+    """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. The result is the same in every
+    run.
+    """
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)

@@ -30,7 +30,7 @@ class Batch:
 
     @property
     def elements(self) -> int:
-        """The number of elements in all tensors, from which the duration of a forward pass is estimated."""
+        """The number of elements in all tensors of this call. The duration of a forward pass is estimated from this number."""
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,7 +74,7 @@ class Inputs:
     """A short description of these inputs for the screen."""
     tokenizer: Any = None
     made: bool = True
-    """True if this program created the tensors, False if the user provided them."""
+    """True if this program created the tensors of the inputs, for example from text; False if the user provided the tensors."""
     prompts: bool = False
     """Whether each call is a whole prompt, which generation can continue."""
     made_of: tuple[str, ...] = ()

@@ -78,8 +78,8 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return calls that each have a picture and a text. If no picture can be created for a language model and the user provided
-    none, the calls have only text.
+    """Return inputs in which each call of the model has a picture and a text. If the user provided no picture and none can be
+    created for a language model, the calls have only text.
     """
     try:
         return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
@@ -91,7 +91,9 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
 
 
 def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return one call for each audio file, each with all of the texts, for a model that compares audio with texts."""
+    """Return inputs with one call of the model for each audio file. Each call has all of the texts, because the model compares
+    audio with texts.
+    """
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
     rows, shown, how = text_rows(model, texts, given)
@@ -105,8 +107,8 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """Add a note that names the text options without effect: each picture is combined with one whole prompt. This is not an error,
-    because the options may come from a configuration file for all models.
+    """Add a note that lists the text options which have no effect, because each picture is combined with one whole prompt. Such
+    options are not an error, because they may come from a configuration file for all models.
     """
     text_options = (
         ("--chat", options.chat),

@@ -29,7 +29,9 @@ _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""Width and height of a synthetic picture, in merged patches, for models that accept pictures of any size."""
+"""Width and height of a synthetic picture for models that accept pictures of any size, counted in merged patches (groups of patches
+that become one token).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +199,7 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """Return the number of frames that a video model processes at once, or 0 for a model that processes single pictures."""
+    """Return the number of frames in one input of a video model, or 0 for a model that processes single pictures."""
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0
 

@@ -115,7 +115,9 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
-    """Return one call for each pair of a picture and a prompt. The text has one image token for each feature of the picture."""
+    """Return inputs with one call of the model for each pair of a picture and a prompt. The text has one image token for each
+    feature of the picture.
+    """
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
     batches, how = [], set()

@@ -20,7 +20,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.t
 _MOST_OFFSET = 8
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FAILURES = (Exception,)
-"""The exceptions that transformers and tokenizers raise for damaged files or missing packages. They have no narrower common class.
+"""The exceptions that transformers and tokenizers raise for damaged files or missing packages. Their only common class is
+`Exception`.
 """
 
 

@@ -22,8 +22,8 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
     """Return enough of the calls to check whether the model runs on all of them. If the user provided the tensors, this is the
-    first call of each combination of shapes and dtypes. Otherwise it is the first call, because all calls were created in the same
-    way.
+    first call of each combination of shapes and dtypes. If this program created the tensors, it is only the first call, because all
+    calls were created by the same rule.
     """
     if inputs.made:
         return list(inputs.batches[:1])

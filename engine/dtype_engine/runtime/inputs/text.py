@@ -100,7 +100,7 @@ def sequence_length(model: LiveModel, options: Options) -> int:
 
 
 def sources(options: Options) -> str:
-    """Return a phrase that names the origin of the text."""
+    """Return a phrase that names the sources of the text: the user's prompts and text files, or the built-in prompts."""
     names = []
     if options.prompts:
         names.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
@@ -177,7 +177,7 @@ def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
     """Convert a conversation to text with the tokenizer's chat template. Raises UserError.
 
-    opens: whether the text ends with the words that begin an answer.
+    opens: whether the text ends with the words that begin the model's answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: {title} has no chat template; {hint('no-chat')}")
@@ -198,7 +198,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return the call of the model with a single sequence of token ids [positions]."""
+    """Return one call of the model, whose input is a single sequence of token ids [positions]."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)

@@ -32,18 +32,19 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""Maximum number of modules in a model: a constant, plus a number for each tensor. Real models have fewer than three modules for
-each tensor, except small models that share layers or have many modules without tensors.
+"""A model may have at most this many modules: the first number, plus the second number for each tensor in the files. Real models
+have fewer than three modules for each tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""Maximum total size, in bytes, of the module's tensors that the files lack: a constant, plus a number for each byte of the files.
-The limit is wide because a file with weights packed in two bits has a sixteenth of the size of the float32 weights.
+"""The tensors that the module has and the files lack may have at most this many bytes in all: the first number, plus the second
+number for each byte of the files. The limit is wide because files with weights packed in two bits are a sixteenth as large as the
+module with the same weights in float32.
 """
 _LONGEST_REASON = 300
 
 
 class Misfit(NoForward):
-    """The tensors of the files are not those of the class that the configuration names."""
+    """The error for a checkpoint whose tensors are not those of the model class that its configuration names."""
 
     def __init__(self, message: str, class_name: str = "", coverage: Coverage | None = None) -> None:
         super().__init__(message)
@@ -56,7 +57,7 @@ class Architecture:
     """A transformers model class and the configuration with which it is constructed."""
 
     model_class: Any
-    """The class, or an auto class for a model that brings its own code."""
+    """The model class, or one of transformers' auto classes if the code of the model comes with the checkpoint."""
     config: Any
     notices: tuple[str, ...] = ()
     """Notices about entries in `config.json` that are ignored, and about a class used in place of the one that the file names."""
@@ -65,10 +66,10 @@ class Architecture:
 
 
 def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
-    """Return the architecture of a checkpoint, named by its `config.json` or by `options`.
+    """Return the architecture that the `config.json` of a checkpoint names, or the one that `options` name.
 
-    Raises NoForward if the installed transformers does not have the architecture or the configuration is impossible, and UserError
-    if the name in `options` is not a model class.
+    Raises NoForward if the installed transformers does not have the architecture or rejects the configuration, and UserError if the
+    name in `options` is not a model class.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     config = checkpoint.config or {}
@@ -81,7 +82,8 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the module without data, on the meta device, and find the place of each tensor of the files in it.
+    """Construct the module of an architecture on the meta device, where tensors have no data, and find the place in this module for
+    each tensor of the files.
 
     Raises NoForward if the module can't be constructed or does not match the tensors of the files.
     """
@@ -98,7 +100,9 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mappi
 
 
 def without_quantization(config: Any) -> Any:
-    """Return a copy of a configuration without its quantisation settings. Code that constructs a model changes only this copy."""
+    """Return a copy of a configuration without its quantisation settings. Code that constructs a model may change this copy, while
+    the given configuration stays as it is.
+    """
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -107,7 +111,7 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """Convert any exception that transformers or torch raises while the block runs to NoForward with a one-sentence message."""
+    """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message."""
     try:
         with exits_as_errors():
             yield
@@ -163,8 +167,8 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the auto class that loads the model's own code: the key of `auto_map` for a class in `architectures`. If there is
-    none, return AutoModelForCausalLM or another auto class in `auto_map`.
+    """Return the auto class that loads the model's own code: the key of `auto_map` whose value is a class in `architectures`. If
+    `auto_map` has no such key, return AutoModelForCausalLM or any auto class that is a key of `auto_map`.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -185,7 +189,7 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that the model is opened without its head, because no transformers model class is named."""
+    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers."""
     from transformers.models.auto import modeling_auto
 
     with_head = next(
@@ -208,7 +212,7 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
 
 
 def _class_named(transformers: ModuleType, name: str) -> Any:
-    """Return the transformers model class with this name, or None if there is none."""
+    """Return the transformers model class of this name, or None if there is none."""
     if not name.isidentifier():
         return None
     try:
@@ -232,8 +236,8 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
-    """Return the configuration as an object of the class that the model class requires. If the model class is a part of a composite
-    model, this is the configuration of that part. Raises NoForward.
+    """Return the configuration as an object of the configuration class that the model class requires. If the model class is a part
+    of a composite model, return the configuration of that part. Raises NoForward.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
@@ -246,7 +250,9 @@ def _configuration(transformers: ModuleType, model_class: Any, folder: Path, opt
 
 @contextmanager
 def _few_modules(tensors: int) -> Iterator[None]:
-    """Raise NoForward if a module under construction has far more submodules than this number of tensors can fill."""
+    """While the block constructs a module, raise NoForward as soon as it has far more submodules than this number of tensors can
+    fill.
+    """
     from torch.nn.modules.module import register_module_module_registration_hook
 
     most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
@@ -271,8 +277,9 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward if a module does not match a checkpoint: most tensors have no place in the module, a shape differs, or the
-    tensors missing in the files would need far more memory than the files.
+    """Raise NoForward if a module does not match a checkpoint: most tensors of the files have no place in the module, a tensor has
+    another shape in the module than in the files, or the tensors of the module that the files lack would need far more memory than
+    the files.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

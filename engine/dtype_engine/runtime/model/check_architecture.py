@@ -1,5 +1,5 @@
-"""The part of a checkpoint's check that needs the architecture: finds missing tensors, and tensors that the architecture does not
-have.
+"""The part of checking a checkpoint that needs its architecture. It finds the tensors that the architecture has and the files lack,
+and the tensors that only the files have.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dtype_engine.runtime.model.describe import describe
 
 
 def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
-    """Return the report with further findings: tensors of the architecture that the files lack, and tensors of the files that the
-    architecture does not have. Raises UserError if transformers does not have the architecture that `options` name.
+    """Return the report of a check with these findings added: tensors of the architecture that the files lack, and tensors of the
+    files that the architecture does not have. Raises UserError if transformers does not have the architecture that `options` name.
     """
     known = describe(source, options, checkpoint)
     if known.coverage is None:

@@ -1,4 +1,4 @@
-"""Filling the non-persistent buffers of a model that brings its own code. No file holds such buffers.
+"""Filling the non-persistent buffers of a model whose Python code comes with its checkpoint. No file holds such buffers.
 
 `from_pretrained` constructs a model without data and allocates such buffers afterwards. Only the classes of transformers itself are
 sure to fill these buffers with values. In other classes, the buffers may hold arbitrary memory (transformers issue 48892) until the
@@ -22,12 +22,13 @@ from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.torch_private import own_tensors
 
 _COMPLETE = ("transformers.", "torch.")
-"""Prefixes of the packages whose classes fill their own buffers when a model is loaded."""
+"""Prefixes of the module names of classes that fill their own buffers when a model is loaded."""
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Compare every non-persistent buffer of a loaded model with the buffer that the constructor creates on the CPU, and replace it
-    if they differ. Returns notices of the replaced buffers and of buffers that the constructor could not create.
+    """Compare every non-persistent buffer of a loaded model with the buffer that the constructor creates on the CPU, and replace
+    the loaded buffer if the two differ. Returns notices of the replaced buffers and of buffers that the constructor could not
+    create.
 
     dtype: the default dtype during construction, the same as when the model was loaded.
     """

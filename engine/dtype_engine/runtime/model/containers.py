@@ -16,7 +16,7 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def parts_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a container, each with its key, field or index. Any other value has no parts."""
+    """Yield the parts of a container, each with its key, field or index. For a value that is not a container, yield nothing."""
     if isinstance(value, Mapping):
         yield from ((str(key), item) for key, item in value.items())
     elif isinstance(value, (list, tuple)):

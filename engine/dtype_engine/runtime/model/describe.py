@@ -1,7 +1,7 @@
 """The model description that all commands share: one tree with module classes and tied weights, in the stored dtypes.
 
-For most checkpoints, it is derived from the file headers and the architecture on the meta device. A Python source, or a pickle that
-holds a whole module, has to be loaded first. If the architecture is unknown, the tree is derived from the files alone.
+For most checkpoints, the tree is derived from the file headers and the architecture built without data. A Python source, or a
+pickle that holds a whole module, has to be loaded first. If the architecture is unknown, the tree is derived from the files alone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ class ModelDescription:
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
-    """The names of the base classes of each module class in the tree."""
+    """Maps each module class in the tree to the names of its base classes."""
     model_type: str | None
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps each tensor of the files to its tensor in the tree. A tensor without an entry has the same name in both."""
+    """Maps the name of each tensor of the files to its place in the tree. A tensor without an entry has the same name in the files
+    and in the tree.
+    """
     class_name: str = ""
     """The class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
-    """How many tensors of that class the files have, or None if this is unknown or the module was loaded."""
+    """How many of the tensors of the model class the files have, or None if this is unknown or if the module had to be loaded."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
@@ -72,8 +74,8 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return how many of a module's tensors the files have. Tensors that the module's class allows to be missing or left over are
-    ignored.
+    """Return how many of a module's tensors the files have. Tensors do not count if the module's class declares that files may lack
+    them or that files may hold them without use.
     """
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]

@@ -6,7 +6,7 @@ import torch
 
 
 def hardware() -> dict[str, str]:
-    """Return the processor's kernels, the number of threads and the GPUs, as torch names them."""
+    """Return the instruction set of torch's CPU kernels, the number of threads and the names of the GPUs, as torch reports them."""
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "kernels": torch.backends.cpu.get_cpu_capability(),

@@ -1,7 +1,7 @@
 """All private names of transformers (and one of diffusers) that this program uses, tested with transformers 5.18 to 5.23.
 
-If a version lacks one of these names, each function falls back as its docstring states, and
-`tests/engine/runtime/model/test_hf_private.py` fails with a sentence that names it.
+If a version lacks one of these names, the function that uses this name falls back as its docstring states, and a test in
+`tests/engine/runtime/model/test_hf_private.py` fails with a message that states the missing name.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import nn
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
     """Return the name patterns of tensors that a module's class declares to keep in float32, as (regular expression, attribute).
-    They are searched for in the names of the tensors below the module.
+    Each expression is searched for in the names of the tensors, as they are within the module.
 
-    In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module with
-    this word in its dotted name. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without them has no
-    patterns.
+    In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module whose
+    dotted name contains this word. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without any of these
+    attributes has no patterns.
     """
     declared = [
         (rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute)
@@ -76,12 +76,13 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return the live place of each tensor that transformers renames or packs on loading, keyed by the tensor's name in the files.
+    """Return the place in the loaded model of each tensor that transformers renames or packs on loading, keyed by the tensor's name
+    in the files. `live` holds the weights of the loaded model.
 
-    Each value has three items: the name of the weight in `live`; whether the tensor is only a part of this weight; and its place:
-    the index of its matrix along the first dimension (None if the weight is one matrix) and its position among the parts that are
-    stacked in the rows of that matrix. The place is None if parts are combined in any other way. If a transformers function is
-    missing, the result is empty.
+    Each value has three items: the name of the weight in `live`; whether the tensor is only a part of this weight; and its position
+    in the weight: the index of its matrix along the first dimension (None if the weight is one matrix) and its number among the
+    parts that are stacked in the rows of that matrix. The position is None if the parts are neither stacked nor whole matrices. If
+    a transformers function is missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -140,16 +141,17 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""The operations with which transformers combines parts. `_STACKED` turns each part into one matrix. `_STACKED_BELOW` also stacks
-the rows of several parts in each matrix. `_BELOW` stacks the rows of all parts in one matrix.
+"""The operations, each with a dimension, by which transformers combines several tensors of the files into one weight. `_STACKED`:
+each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several tensors, one below the
+other. `_BELOW`: the weight is a single matrix, which consists of all tensors, one below the other.
 """
 
 
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the place of each part, in the form that `converted_names` returns. found: the live name of each part, and the pattern
-    of its converter.
+    """Return the position of each part in its weight, as `converted_names` describes it. found: the name of the weight in the
+    loaded model, and the pattern of the converter, for each part.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
@@ -187,8 +189,8 @@ def set_implementation(config: Any, of: str, name: str | None) -> None:
 
 @contextmanager
 def other_attention(module: nn.Module) -> Iterator[str | None]:
-    """Use another attention implementation in a transformers model while the block runs. Yields its name, or None if the model has
-    no other implementation.
+    """While the block runs, make a transformers model use an attention implementation other than its own. Yields the name of that
+    implementation, or None if the model has only one.
 
     If `_can_set_attn_implementation` is missing, nothing changes and None is yielded.
     """

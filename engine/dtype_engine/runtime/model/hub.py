@@ -19,7 +19,7 @@ _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
 package of native code, which transformers downloads from the hub if it is not installed.
 """
 _ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
-"""Attributes that make `from_pretrained` read files other than the checkpoint's, or replace the model's code."""
+"""Attributes of a configuration that make `from_pretrained` read files other than the checkpoint's, or replace the model's code."""
 
 _DEEPEST = 20
 
@@ -43,10 +43,10 @@ def offline(download: bool) -> Iterator[None]:
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
-    """Remove from a transformers configuration, and from its nested ones, everything that would load code from elsewhere. Returns
-    notices of the ignored entries.
+    """Remove from a transformers configuration, and from its nested ones, everything that would load code from outside the
+    checkpoint and the installed transformers. Returns notices of the ignored entries.
 
-    written: the configuration as it is in `config.json`.
+    written: the content of `config.json`, from which the configuration was made.
     """
     taken: set[str] = set()
     for part in _parts(config):
@@ -67,7 +67,9 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the kind and name of each kernel in a `config.json` and its nested parts that does not belong to transformers."""
+    """Yield the kind and the name of each kernel that a `config.json` or one of its nested configurations names and that
+    transformers itself does not provide.
+    """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))
         if kind is not None:

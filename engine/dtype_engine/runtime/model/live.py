@@ -1,8 +1,8 @@
 """A live `nn.Module` whose tensors are cast in place and restored.
 
 Every tensor keeps its identity: the `Parameter` object stays in the module, and only its data changes. The stored data, which is
-usually mapped from the checkpoint's file, is kept as long as the model exists. So a cast always starts from the stored values, and
-undoing a cast restores the stored data without a copy.
+usually mapped from the checkpoint's file, is kept as long as the model exists. Every cast therefore starts from the stored values,
+and undoing a cast restores the stored data without a copy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
 @dataclass(slots=True)
 class Weight:
-    """One distinct tensor of the module. Tied weights are a single `Weight`."""
+    """One distinct tensor of the module. Tied weights, several names for one tensor, are a single `Weight`."""
 
     info: TensorInfo
     tensor: torch.Tensor
@@ -45,17 +45,19 @@ class Weight:
     dtype: str
     """The name of the current dtype."""
     scale: torch.Tensor | None = None
-    """The scales of the current data, or None for a dtype that PyTorch computes in directly."""
+    """The scales of the current data, or None for a dtype without scales."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """The values lost by casting the original, keyed by dtype, for all dtypes for which they were counted."""
+    """The losses that were counted until now for casts of the stored data, keyed by the dtype of the cast. `ValueLoss` describes a
+    loss.
+    """
     stashed: torch.Tensor | None = None
     """The cast data during a reference pass, in which the module has the original data; None at all other times."""
     stored_scale: torch.Tensor | None = None
-    """The scales stored with this weight, or None for a dtype that PyTorch computes in directly. A weight with stored scales is
-    never cast.
-    """
+    """The scales stored with this weight, or None for a stored dtype without scales. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()
-    """The weights that currently share one tensor scale (NVFP4's fused siblings), including this one."""
+    """The weights, including this one, that currently share one tensor scale: in NVFP4, those which runtimes fuse into one
+    operation.
+    """
     _amax: float | None = None
 
     @property
@@ -65,7 +67,7 @@ class Weight:
 
     @property
     def form(self) -> str:
-        """A key that identifies the current values of this weight: its dtype, and the weights with which it shares a scale."""
+        """A key that identifies the current values of this weight: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
@@ -93,7 +95,8 @@ class Weight:
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
         """Return the loss of casting the stored values to `dtype`. The result is cached.
 
-        cast: whether the weight is in this dtype already and stays in it, so that its cast data can be used. Raises Cancelled.
+        cast: whether the weight is in this dtype already and keeps this dtype during the call. The loss is then counted in the
+        current data, without another cast. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -110,8 +113,8 @@ class Weight:
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
-    """Return the weights that share one scale with the weight `name`, including this weight. The list is empty unless all fused
-    siblings are in `dtype`.
+    """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
+    if no other weight would share a scale with the weight `name`.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
@@ -129,9 +132,9 @@ class LiveModel:
     weights: dict[str, Weight]
     """The weights, keyed by canonical name."""
     files: tuple[Path, ...] = ()
-    """The weights files, which may be mapped."""
+    """The files of the weights. The weights may be mapped from these files."""
     folder: Path | None = None
-    """The folder with the configuration and the tokenizer."""
+    """The folder that holds the model's configuration and tokenizer."""
     checkpoint: Checkpoint | None = None
     """The headers of the checkpoint, or None for the user's own module."""
     example_inputs: Callable[[], Any] | None = None
@@ -159,9 +162,9 @@ class LiveModel:
         """Wrap a module: set it to evaluation mode without gradients, move it to `device`, and keep its current tensors as the
         originals.
 
-        quantized: the storage dtype and scales of each weight that is stored with scales, keyed by any of its names. placements:
-        the place of each tensor of the files, for a module with a checkpoint. rest: further fields of this class. Raises UserError
-        if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
+        quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the weight's names. placements:
+        the place of each tensor of the files, for a module with a checkpoint. rest: values for the other fields of this class.
+        Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -254,7 +257,9 @@ class LiveModel:
 
     @property
     def resident_bytes(self) -> int:
-        """The number of bytes of all current tensors of the module, with tied weights once and with non-persistent buffers."""
+        """The number of bytes of all current tensors of the module. Tied weights count once, and non-persistent buffers are
+        included.
+        """
         return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
@@ -268,8 +273,8 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Return the quantised weights that other code unpacked after loading, as compressed-tensors does in the first forward
-        pass.
+        """Return the quantised weights that code other than this program has unpacked since loading. compressed-tensors does so in
+        the first forward pass.
         """
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
@@ -279,8 +284,8 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """Return the losses of all weights whose casts do more than round: values overflow or vanish. Each loss is counted only
-        once.
+        """Return the losses of all weights in which casts do more than round: values become infinite, saturate or become zero. Each
+        loss is counted only once.
 
         planned: the dtypes of a plan, whose losses are counted from the stored values; if None, the losses of the current casts are
         counted. Raises Cancelled.

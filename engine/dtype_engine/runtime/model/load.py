@@ -1,8 +1,8 @@
 """Loading a live model from a source, with transformers' loading code if there is a `config.json`.
 
 `from_pretrained` keeps the weights of Hugging Face folders mapped from the file. It changes some stored dtypes: it converts a
-checkpoint of several dtypes to one, and widens `_keep_in_fp32_modules`. In these cases the stored tensors are restored afterwards,
-so that every weight has the dtype of its file.
+checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules` to float32. In these cases the stored tensors are
+restored afterwards, so that every weight has the dtype of its file.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def _from_checkpoint(
 
 
 def _unpack(module: nn.Module) -> None:
-    """Make compressed-tensors unpack its weights now. Otherwise it does so in the first forward pass, which may be cancelled."""
+    """Make compressed-tensors unpack its weights now. By default, it unpacks them in the first forward pass, which may be
+    cancelled.
+    """
     compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
     if compressor is not None and hasattr(module, "ct_decompress_hook"):
         with quiet():
@@ -128,11 +130,11 @@ def _unpack(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A loaded module with every weight in its stored dtype."""
+    """A module loaded from a checkpoint, with every weight in its stored dtype."""
 
     module: nn.Module
     quantized: dict[str, tuple[str, torch.Tensor]]
-    """The dtype and scales of each weight in a storage dtype, keyed by the weight's name in the module."""
+    """The dtype and scales of each weight that is stored with scales, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
     """Maps each tensor of the files to its place in the module."""
@@ -299,9 +301,9 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """Return a variant of the class that loads every tensor in its stored dtype, if the transformers version supports this.
+    """Return a subclass of the model class that loads every tensor in its stored dtype, if the transformers version supports this.
 
-    Otherwise, transformers converts tensors of other dtypes, and these tensors have to be read from the file again afterwards.
+    If it does not, the class loads all tensors in one dtype, and those stored in other dtypes have to be read from the file again.
     placements: filled during loading with the place of each tensor of the files.
     """
 
@@ -322,11 +324,11 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put those weights into the module that an export stored with scales and that loading could not restore: weights with packed
-    codes, and live weights that consist of several stored parts.
+    """Put weights that an export stored with scales into the module, where loading could not do so: weights with packed codes, and
+    weights of the module that consist of several stored parts.
 
-    Returns the dtype and scales of all weights stored with scales, keyed by live name, and the live names of the weights that this
-    function has put into the module.
+    Returns the dtype and scales of all weights stored with scales, keyed by the weight's name in the module, and the names of the
+    weights that this function has put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}

@@ -19,7 +19,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """Map a tensor that is stored as a single range of bytes, in its own dtype and shape. For all other tensors, use `read_tensor`.
+    """Map a tensor that is stored as a single range of bytes, in its own dtype and shape. Tensors that are stored in any other form
+    have to be read with `read_tensor`.
 
     The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """
@@ -50,7 +51,7 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
 
 
 def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
-    """Return the shape of a tensor in torch, where an element of `float4_e2m1fn_x2` is a byte with two values."""
+    """Return the shape that torch gives a stored tensor. In torch, one element of `float4_e2m1fn_x2` is a byte with two values."""
     if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
         return (*stored.shape[:-1], stored.shape[-1] // 2)
     return stored.shape
@@ -75,8 +76,8 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read the values of a weight from a checkpoint of any form: in the stored dtype, or in float32 for a weight that is stored
-    with scales or in a GGUF block format.
+    """Read the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
+    stored with scales or in a GGUF block format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError, as `read_stored` does.
     """

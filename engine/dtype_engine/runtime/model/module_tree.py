@@ -1,4 +1,6 @@
-"""The tree of a module without files: its tensors with all their names, in the module's order, and its module classes."""
+"""The tree of a module, made from the module alone, without its files: its tensors with all their names, in the module's order, and
+its module classes.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The mapping from the tensors of a checkpoint to those of a live module.
 
-Most tensors have the same name in both. But transformers adds or drops the prefix of the base model, renames tensors, and packs
-several tensors of a file, such as the experts of a layer, into one parameter.
+Most tensors have the same name in the checkpoint and in the module. But transformers adds or drops the prefix of the base model,
+renames tensors, and packs several tensors of a file, such as the experts of a layer, into one parameter.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Placement:
     part: bool
     """Whether the stored tensor is only a part of the live tensor."""
     place: tuple[int | None, int] | None = None
-    """The place of a part: the index of its matrix along the first dimension (None if the live tensor is one matrix), and its
-    position among the parts that are stacked in the rows of that matrix. If the whole value is None, parts are combined in another
-    way, for example transposed.
+    """Where a part lies in the live tensor: the index of its matrix along the first dimension (None if the live tensor is one
+    matrix), and its number among the parts that are stacked in the rows of that matrix. The whole value is None if the parts are
+    neither whole matrices nor stacked, for example if they are transposed.
     """
 
 
@@ -53,8 +53,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the weights that must keep their stored dtype on loading: those that rules can cast, and those exported with scales.
-    transformers alone handles integers and weights that other programs quantised.
+    """Return the weights that must keep their stored dtype on loading: weights that rules can cast, and weights that an export of
+    this program stored with scales. Integers, and weights that other programs quantised, are left to transformers.
     """
     return {
         name: placement

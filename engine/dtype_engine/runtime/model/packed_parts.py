@@ -1,7 +1,7 @@
 """Live weights that loading packs from several stored parts: the order of the parts, and the scales of the packed weight.
 
 A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. If a
-scale covers only one part, it is also the scale of that part.
+scale of the packed weight covers only one part, that part has the same scale in the file.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Explain why parts of a packed weight can't have its scales: a scale covers a part only partially. Returns None if no scale
-    does.
+    """Return the reason why the parts of a packed weight can't have the scales of the packed weight: the parts are not stacked in
+    rows, or a block, whose values have one scale, reaches from one part or row into the next. Returns None if there is no such
+    reason.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -70,7 +71,9 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one for each matrix, or none."""
+    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one group for each matrix, or no
+    groups.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
         return [[name for names in rows for name in names]]

@@ -1,6 +1,7 @@
 """Reading the values of a tensor from a file a piece at a time, without mapping the file.
 
-If another program truncates a mapped file, a signal (SIGBUS) ends this process. A failed read is only an error with a message.
+If another program truncates a file while it is mapped, a signal (SIGBUS) ends this process. If a file is truncated while it is read
+without a mapping, the read only raises an error.
 """
 
 from __future__ import annotations

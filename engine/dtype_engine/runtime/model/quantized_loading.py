@@ -1,4 +1,4 @@
-"""Refuses checkpoints that other programs quantised if transformers would load wrong values from them.
+"""Refuses a checkpoint that a program other than this one quantised, if transformers would load wrong values from it.
 
 transformers ignores a quantisation that it does not know: it reads codes as values, leaves out scales, or initialises weights
 randomly, all without an error.
@@ -74,8 +74,8 @@ def _integers_for_floats(
 
 
 def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -> str | None:
-    """Explain why transformers would load wrong values for a quantised weight whose method it knows, or return None if it would
-    not.
+    """Return the reason why transformers would load wrong values for a weight, although transformers supports its quantisation
+    method. Returns None if the values would be right.
     """
     name = printable(weight.codes)
     global_scale = weight.part("_global_scale")
@@ -98,8 +98,8 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """Return a sentence about the first block scale without a weight, or weight without a block scale. Returns None if all are
-    paired.
+    """Return a sentence about the first block scale that has no weight, or the first weight that has no block scale. Returns None
+    if every weight has its scale.
     """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors

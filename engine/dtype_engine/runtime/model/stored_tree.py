@@ -21,7 +21,7 @@ from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 
 NOT_USED = "not used by"
-"""The beginning of the reason why a tensor of the files is never cast if it has no place in the module."""
+"""The first words of the reason that the tree gives for not casting a tensor of the files that has no place in the module."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
 """Matches a tensor name from the experts module on. transformers calls this module `experts`, MLX calls it `switch_mlp`."""
 
@@ -47,7 +47,7 @@ def with_files(
 ) -> list[TensorInfo]:
     """Return a module's tensors with the sizes, packing and quantisation that they have in the files.
 
-    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module. Otherwise the dtypes
+    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module. If False, the dtypes
     of the files are used.
     """
     stored = stored_dtypes(checkpoint, placements)
@@ -138,7 +138,9 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors without those that a quantised checkpoint replaces by other tensors of the same module or expert."""
+    """Return the tensors of a module without those that a quantised checkpoint replaces by other tensors, such as codes and scales,
+    of the same module or the same experts.
+    """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}
     return [

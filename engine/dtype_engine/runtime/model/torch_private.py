@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 WithoutModes = DisableTorchFunction
-"""A context manager that hides calls from every `TorchFunctionMode`."""
+"""A context manager: while its block runs, no `TorchFunctionMode` intercepts calls of torch functions."""
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
@@ -64,7 +64,9 @@ def has_forward_hooks(module: nn.Module) -> bool:
 as_called: Callable[..., Any] = nn.Module._call_impl
 """A function that calls the module in its first argument as torch does, with the module's hooks."""
 _INSTEAD = "_compiled_call_impl"
-"""A module attribute that torch calls, if it is set, in place of `as_called`. `Module.compile` stores the compiled call there."""
+"""The name of a module attribute that torch calls in place of `as_called` if it is set. `Module.compile` sets it to the compiled
+call.
+"""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
@@ -128,5 +130,7 @@ def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary in which a module keeps its parameter or buffer `name`. Writing to it skips torch's class check."""
+    """Return the dictionary in which a module keeps its parameter or buffer `name`. Writing to this dictionary skips torch's class
+    check.
+    """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

@@ -22,7 +22,9 @@ from dtype_engine.runtime.numerics.quantize import values_in
 
 
 def quantize_activations(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Return activations [..., channels] rounded to a storage dtype, in the dtype and shape of `values`."""
+    """Return activations [..., channels] after quantizing them to a format such as float8 or int8 and dequantizing them, in the
+    dtype and shape of `values`.
+    """
     if not values.numel():
         return values
     rows = values.detach().reshape(-1, values.shape[-1])

@@ -28,11 +28,11 @@ from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""The losses counted until now, keyed by (tensor, dtype), or None if the cast only rounds values."""
+"""Caches losses, keyed by (tensor, dtype). The value is None if the cast of the tensor to the dtype only rounds values."""
 
 
 class _Counts(NamedTuple):
-    """The counts of one piece of a tensor, which can be summed over pieces. `ValueLoss` describes the fields."""
+    """Counts of lost values in one piece of a tensor. The counts of pieces can be added up. `ValueLoss` describes the fields."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -157,7 +157,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Count the losses in whole rows in a dtype with scales, whose codes never overflow."""
+    """Count the losses in whole rows that were cast to a dtype with scales. Codes of such a dtype never overflow."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
@@ -175,8 +175,8 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite. It may return False if only their sum is infinite; the caller
-    then checks each value.
+    """Return whether all values are finite. The result may also be False if only the sum of the values is not finite; then the
+    caller checks each value.
     """
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 

@@ -1,7 +1,7 @@
 """The effect of a cast on the values of a tensor, without a forward pass: the round-trip error, and the histogram of exponents.
 
-A tensor is read once, in pieces that stay in the processor's cache, so memory use does not grow with the tensor. But if each output
-channel has its own scale, a piece has to hold whole rows.
+A tensor is read once, in pieces that stay in the processor's cache, so memory use does not grow with the tensor. If each output
+channel has its own scale, however, a piece has to hold whole rows.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
 
 
 _BEST_DB = 200.0
-"""An SQNR in dB that rounding can't reach: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus 1.76). If the SQNR of a
-tensor is higher, nearly all of the error comes from values that became zero.
+"""An SQNR in dB that is too high to be the effect of rounding: rounding to float32 gives 146 dB (6.02 for each of 24 bits, plus
+1.76). If the SQNR of a tensor is higher, nearly all of the error comes from values that became zero.
 """
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR, or None if it would make the cast look better than it is: see `results.WeightError`."""
+    """Return a tensor's SQNR, or None if this number would make the cast look better than it is (see `results.WeightError`)."""
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr
 

@@ -1,10 +1,10 @@
-"""Storage formats: quantizing and dequantizing a tensor.
+"""Quantizing a tensor to a format that is only stored, such as float8 or int8, and dequantizing it.
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales s =
 amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0). A
 vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one scale. A scale is never below float32's smallest
 normal value, since subnormal scales lose bits and even smaller scales are zero. It is also limited so that its product with the
-largest code is finite in float32. The dequantized values are q * s, computed in float32 and rounded once to the target dtype.
+largest code is finite in float32. The dequantized values are q · s, computed in float32 and rounded once to the target dtype.
 `core.dtypes.nbytes_in` returns the number of bytes of both parts.
 
 `runtime/formats/` quantizes to block formats. This file dequantizes them like all other formats.
@@ -53,7 +53,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def cast_or_quantize(
     tensor: torch.Tensor, dtype: str, amax: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cast `tensor` to `dtype`; returns the values and None, or for a storage dtype the codes and scales.
+    """Cast `tensor` to `dtype`; returns the values and None, or for a format that is only stored, such as float8 or int8, the codes
+    and scales.
 
     Scales are float32 of shape [tensor.shape[0]] for two or more dimensions, [1] otherwise and for `@tensor`, and [down, across]
     for a block format. The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged
@@ -75,7 +76,8 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of the values of `tensor` after a cast: in `dtype`, or for a storage dtype dequantized to `compute`.
+    """Return a copy of the values of `tensor` after a cast: in `dtype`, or dequantized to `compute` if `dtype` is a format that is
+    only stored, such as float8 or int8.
 
     amax: as in `cast_or_quantize`.
     """
@@ -129,8 +131,9 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def saturates_beyond(dtype: str) -> float:
-    """Return the magnitude beyond which a format with scales saturates, whatever the weight's other values are: float32's largest
-    value if the scales are float32, or the value at which `formats.mx` saturates if the scales are powers of two.
+    """Return the largest |value| that can be represented in a format that is only stored, such as float8 or int8, with the largest
+    possible scale. This is float32's largest value, or for formats with power-of-two scales, the value at which `formats.mx`
+    saturates.
     """
     row = dtypes.BY_NAME[dtype]
     return (

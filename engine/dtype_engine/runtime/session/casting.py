@@ -23,20 +23,24 @@ class Casting:
         """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe without an undo step. Raises TooSlow, with nothing changed, and Cancelled."""
+        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled, and raises TooSlow before anything is
+        changed.
+        """
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
         self.plan = plan
         self._model.apply(plan.dtypes, on_progress, cancelled)
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe as a step that `undo` can revert. Raises as `use` does."""
+        """Apply a recipe as a step that `undo` can revert. Raises Cancelled, and raises TooSlow before anything is changed."""
         make_plan(self._model.tree, recipe).refuse_too_slow()
         self._history.push(recipe)
         self.use(recipe, on_progress, cancelled)
 
     def add(self, rule: Rule) -> None:
-        """Push the current recipe extended by one rule. Raises as `use` does, and UserError if the rule matches nothing."""
+        """Apply the current recipe with one more rule at the end, as a step that `undo` can revert. Raises UserError if the rule
+        matches nothing, Cancelled, and TooSlow before anything is changed.
+        """
         recipe = self.plan.recipe.then(rule)
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
@@ -45,13 +49,13 @@ class Casting:
         self.push(recipe)
 
     def undo(self) -> bool:
-        """Restore the previous recipe. Returns False if there is none."""
+        """Restore the previous recipe. Returns False if there is no previous recipe."""
         moved = self._history.undo()
         self.use(self._history.recipe)
         return moved
 
     def redo(self) -> bool:
-        """Apply the recipe that `undo` reverted most recently. Returns False if there is none."""
+        """Apply the recipe that `undo` reverted most recently. Returns False if no recipe was reverted."""
         moved = self._history.redo()
         self.use(self._history.recipe)
         return moved

@@ -1,4 +1,6 @@
-"""Adds `__repr__` and `_repr_html_` to result classes. This is done here because result classes must not import reports."""
+"""Adds `__repr__` and `_repr_html_` to result classes. The result classes do not define these methods themselves, because they must
+not import the code that writes reports.
+"""
 
 from __future__ import annotations
 

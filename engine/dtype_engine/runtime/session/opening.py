@@ -26,12 +26,14 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return the threads for each of `processes` processes that share `threads` threads. If None, torch's default is shared."""
+    """Return the number of threads for each of `processes` processes that share `threads` threads. If `threads` is None, the
+    processes share torch's default number.
+    """
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
 def use_threads(threads: int | None) -> None:
-    """Set the number of threads that torch uses for computations. If None, nothing is changed."""
+    """Set the number of threads that torch uses for computations. None leaves this number unchanged."""
     if threads:
         torch.set_num_threads(threads)
 

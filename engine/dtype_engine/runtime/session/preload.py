@@ -1,4 +1,6 @@
-"""Imports the modules that every evaluation needs. A process pool's fork server imports this one once, before it forks."""
+"""Imports the modules that every evaluation needs. The fork server of a process pool imports this module once, before it forks, so
+that the forked processes need not import them again.
+"""
 
 from dtype_engine.runtime.session.opening import import_loaders
 

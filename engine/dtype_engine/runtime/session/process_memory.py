@@ -61,7 +61,8 @@ def reset_peaks(device: torch.device) -> None:
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
     """Return the current number of bytes of a model's weights under a plan, of the process, and of the model's device.
 
-    kept_outputs: the number of bytes of outputs kept for later measurements, and its limit. If None, nothing was measured yet.
+    kept_outputs: the number of bytes of the outputs that are kept for later measurements, and the limit for this number; None if
+    nothing was measured yet.
     """
     process = process_memory(model.files)
     kept, budget = kept_outputs or (None, None)
@@ -98,7 +99,9 @@ def _status() -> dict[str, int]:
 
 
 def _mapped(files: Iterable[Path]) -> int:
-    """Return the number of resident bytes mapped from these files. In smaps (proc(5)), each mapping begins with its file's path."""
+    """Return the number of resident bytes mapped from these files. In /proc/self/smaps (see proc(5)), the entry of each mapping
+    begins with a line that ends with the path of its file.
+    """
     wanted = [re.escape(str(path.resolve()).encode()) for path in files]
     if not wanted:
         return 0

@@ -98,7 +98,8 @@ class Session:
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """The reason why the model can't be run: a sentence with placeholders for hints of the command line or the app."""
+        """The reason why the model can't be run: a sentence with placeholders for advice that the command line or the app fills in.
+        """
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
@@ -214,7 +215,8 @@ class Session:
 
     @reading_weights
     def use_recipe(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
-        """Replace the recipe as `apply` does, but without an undo step, for callers that keep their own history.
+        """Replace the recipe as `apply` does, but without a step that `undo` can revert. This is for callers that keep their own
+        history.
 
         Args:
             recipe: The recipe. The last rule that matches a tensor decides its dtype.
@@ -237,7 +239,7 @@ class Session:
         """Restore the previous recipe.
 
         Returns:
-            Whether there was a recipe to restore.
+            Whether there was a previous recipe to restore.
 
         Example:
             >>> _ = session.cast("*", "float16")
@@ -293,7 +295,7 @@ class Session:
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """Predict the drift of a recipe from the last scan, by adding the scores of the weights that the recipe casts.
+        """Predict the drift of a recipe: the sum of the scores that the last scan gave to the weights which the recipe casts.
 
         Args:
             recipe: The recipe; by default, the current one.
@@ -384,7 +386,7 @@ class Session:
 
     @reading_weights
     def export_contents(self, cancelled: IsCancelled = never) -> Contents:
-        """Return the tensors that `export` writes. The model runs if a format needs activation scales. Raises as `export` does.
+        """Return the tensors that `export` writes. The model runs if a format needs activation scales. Raises what `export` raises.
 
         Example:
             >>> session.export_contents().nbytes == session.plan.planned_bytes
@@ -403,7 +405,7 @@ class Session:
         return of_live(self.model, self.recipe, planned, self.settings, ranges)
 
     def need_inputs(self) -> Inputs:
-        """Return the inputs. Raises NoForward if the model can't be run.
+        """Return the inputs with which the model is run. Raises NoForward if the model can't be run.
 
         Example:
             >>> len(session.need_inputs().batches)
@@ -452,14 +454,15 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the current recipe to modules, by running one module as cast and all others as in the reference.
+        """Attribute the drift of the current recipe to modules, by running the model with one module as the recipe casts it and all
+        other modules as in the reference, for one module after another.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
             cancelled: Checked between module calls.
 
         Returns:
-            The contributions, largest first, and their sum. Raises as `drift` does, and UserError under `torch.autocast`.
+            The contributions, largest first, and their sum. Raises what `drift` raises, and UserError under `torch.autocast`.
 
         Example:
             >>> _ = session.cast("*.layers.0.mlp", "int8")
@@ -480,7 +483,8 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The worst metrics of all variants, which are measured once for the current inputs. Raises as `drift` does.
+            For each metric, the worst value of all variants of the reference. They are measured once for the current inputs. Raises
+            what `drift` raises.
 
         Example:
             >>> session.floor() is session.floor()
@@ -497,7 +501,7 @@ class Session:
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Find where values stop being finite, and rules that prevent this.
+        """Find the module in which values first become infinite or NaN, and rules that prevent this.
 
         Args:
             report: A measurement of the current recipe.
@@ -505,7 +509,7 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The diagnosis, or None if all values are finite. Raises as `drift` does.
+            The diagnosis, or None if all values are finite. Raises what `drift` raises.
 
         Example:
             >>> session.nonfinite(session.drift()) is None
@@ -524,7 +528,7 @@ class Session:
         """Find rules that keep the values which the current recipe makes infinite or zero.
 
         Args:
-            report: A measurement of the current recipe, to compare the drift under the new rules with. If None, the rules are
+            report: A measurement of the current recipe, for comparison with the drift under the new rules. If None, the rules are
                 returned without a measurement.
             on_trial: Called with the number of rules already tried and the number of all rules.
             cancelled: Checked between module calls.
@@ -554,7 +558,8 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            The number of elements and calls for each module, operation and pair of dtypes. Raises as `drift` does.
+            The number of cast elements and the number of casts, for each module, operation and pair of dtypes (before and after the
+            cast). Raises what `drift` raises.
 
         Example:
             >>> _ = session.cast("*.mlp", "bfloat16")
@@ -576,7 +581,7 @@ class Session:
             cancelled: Checked after every token.
 
         Returns:
-            Both texts for each input. Raises as `drift` does, and NoForward also for a model that can't generate.
+            Both texts for each input. Raises what `drift` raises, and NoForward also for a model that can't generate.
 
         Example:
             >>> session.generate(2)[0].differs  # nothing is cast
@@ -597,10 +602,10 @@ class Session:
         Args:
             on_passes: Called with the row that is being timed, the number of finished passes, and the number of all passes.
             cancelled: Checked between module calls.
-            repeats: The number of timed passes per row, which follow one warm-up pass.
+            repeats: The number of timed passes for each row of the report, after one warm-up pass.
 
         Returns:
-            Seconds per pass: the median, fastest and slowest of each row. Raises as `drift` does.
+            Seconds per pass: the median, fastest and slowest of each row. Raises what `drift` raises.
 
         Example:
             >>> [row.what for row in session.speed(repeats=3).rows]
@@ -634,8 +639,8 @@ class Session:
             cancelled: Checked between module calls.
 
         Returns:
-            Scores in nats per position, or in another unit that the report names. Raises as `drift` does, and UserError if the file
-            `save` holds another scan.
+            Scores in the unit that the report names, such as nats per position. Raises what `drift` raises, and UserError if the
+            file `save` holds a scan with other arguments, inputs or settings, or of another model.
 
         Example:
             >>> scan = session.scan(["bfloat16"], draws=1)
@@ -648,7 +653,8 @@ class Session:
             return self.scanned
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
-        """Return the scan that `scan` runs, to run it in parts. Equal arguments return the same scan. Raises as `scan` does.
+        """Return the scan that `scan` runs, so that a caller can run it in parts. Equal arguments return the same scan. Raises what
+        `scan` raises.
 
         Example:
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
@@ -730,7 +736,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """A summary of the inputs, call by call, or None if the model can't be run.
+        """A summary of the inputs, for each call of the model, or None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)
@@ -740,7 +746,8 @@ class Session:
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """The number of bytes of outputs kept for later measurements and its limit, or None before the first measurement.
+        """The number of bytes of the outputs that are kept for later measurements, and the limit for this number; None before the
+        first measurement.
 
         >>> de.open().kept_outputs  # nothing is measured
         """

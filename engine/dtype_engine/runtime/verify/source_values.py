@@ -49,7 +49,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
-    """Return the current values of a module that was built by Python code."""
+    """Return the current values of a module that the user's Python code has built."""
     state = {name: value.detach() for name, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return SourceValues(
         frozenset(state),
@@ -88,7 +88,7 @@ def _mapped(file: Path) -> bool:
 
 
 def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
-    """Return that mapping in a pickle which contains the largest number of the `wanted` names."""
+    """Find the mappings in a pickle, and return the one that contains most of the `wanted` names."""
     if isinstance(pickled, torch.Tensor):
         return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}

@@ -37,9 +37,13 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""Compares tensors in other processes. Yields, in any order, item indexes of the contents and the problem of each item, or None."""
+"""A function that compares an export's tensors in other processes. It yields pairs, in any order: the indexes of some items in the
+contents, and for each of them the problem, or None for an item without a problem.
+"""
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""How many bytes at the start and at the end of a file its fingerprint includes: its header, and its last tensor's values."""
+"""The number of bytes that a fingerprint of a file includes from the start of the file, where the header is, and from its end,
+where the values of the last tensor are.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class OpenExport:
     """An export and its source, both open for comparison."""
 
     contents: Contents
-    """The planned contents, with which the export is compared."""
+    """The contents that the export should have. They are compared with those that it has."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
@@ -99,8 +103,8 @@ class OpenExport:
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
         """Describe the problem with the scale of a layer's inputs, or return None if there is none. If the weight keeps its stored
-        dtype and the source has an input scale, the two input scales must be equal. Otherwise the scale must be finite and
-        positive.
+        dtype and the source has an input scale, the two input scales must be equal. In all other cases, the scale must be finite
+        and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -134,7 +138,9 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
-    """Return a hash that identifies a comparison: the planned tensors, and the size, start and end of each file on both sides."""
+    """Return a hash that identifies a comparison of an export with its source. It covers the planned tensors, and the size, the
+    first bytes and the last bytes of each file of the export and the source.
+    """
     found = hashlib.sha256()
     for item in contents.items:
         found.update(f"{item.name} {item.shape} {item.stored} {item.dtype}\n".encode())
@@ -157,12 +163,12 @@ def verify(
     cancelled: IsCancelled = never,
     elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
-    """Compare an exported folder with `source` cast by the folder's recipe. Both are read with loaders that the exporter does not
-    use.
+    """Compare an exported folder with `source` cast by the folder's recipe. The folder and the source are read with loaders that
+    the exporter does not use.
 
-    drift: whether to also run both models, whose drifts must be equal. elsewhere: compares the tensors in other processes, which
-    requires a checkpoint as the source. Raises UserError if either can't be read, NoForward if the model can't be run for `drift`,
-    and Cancelled.
+    drift: whether to also run the export and the cast source; the drifts of both from the reference must be equal. elsewhere: a
+    function that compares the tensors in other processes; the source must then be a checkpoint. Raises UserError if the folder or
+    the source can't be read, NoForward if the model can't be run for `drift`, and Cancelled.
     """
     started = time.perf_counter()
     file = read_recipe_file(folder / "recipe.yaml")
@@ -215,8 +221,8 @@ def compare(
 ) -> tuple[TensorDifference, ...]:
     """Return the differences between an export and the plan in `contents`, applied to the source's values.
 
-    Only names, dtypes and shapes come from the plan. Casts are computed independently, with `Tensor.to` or the formula for scales.
-    Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
+    Only names, dtypes and shapes come from the plan. Casts are computed without the code of the exporter, with `Tensor.to` or, for
+    formats with scales, by their formula. Tensors are read one at a time. Raises UserError if a file can't be read, and Cancelled.
     """
     exported = _read(folder, contents)
     opened = OpenExport(contents, source, exported)
@@ -259,7 +265,9 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return tensors of the source that the export lacks, or that it omits as tied although their values differ."""
+    """Return the tensors of the source that the export lacks: tensors that are missing, and tensors omitted as tied although their
+    values differ.
+    """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -284,7 +292,7 @@ def _names_read(item: ExportTensor) -> tuple[str, ...]:
 def quantize_independently(
     values: torch.Tensor, dtype: str, shared: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of a tensor in a storage dtype, computed in plain torch by the formula in `numerics.quantize`.
+    """Return the codes and scales of a tensor in float8 or int8, computed in plain torch by the formula in `numerics.quantize`.
 
     scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
     if all values are zero, never below float32's smallest normal value, and never so large that the largest code times the scale is
@@ -324,7 +332,9 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Describe how many elements differ. Returns None if none do. After a cast, all bit patterns of NaN are treated as equal."""
+    """Return a sentence on how many elements of two tensors differ, or None if all elements are equal. After a cast, all bit
+    patterns of NaN are treated as equal.
+    """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
     differing = (_bits(expected) != _bits(stored)).any(dim=1)
@@ -336,7 +346,9 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that names scales from calibration inputs, which can't be recomputed, or () if the export has none."""
+    """Return a sentence that names the scales which the export has from calibration inputs and which can't be recomputed, or () if
+    there are none.
+    """
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()
@@ -346,7 +358,9 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that lists the export's files without weights that are not copies from the source, or ()."""
+    """Return a sentence that lists the files of an export which hold no weights and are not copies of source files, or () if there
+    are none.
+    """
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
@@ -370,8 +384,8 @@ def drift_of_export(
 ) -> OutputDrift:
     """Return the drift of the reloaded export, compared with the reference of the session on its source.
 
-    The loaded module runs as the candidate. The reference uses the weights of the source. Raises UserError if the two models do not
-    have the same weights.
+    The module loaded from the export runs as the candidate, and the reference uses the weights of the source. Raises UserError if
+    the two models do not have the same weights.
     """
     model, inputs = session.model, session.inputs
     if model.checkpoint is not None:

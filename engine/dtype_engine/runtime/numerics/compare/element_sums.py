@@ -1,7 +1,8 @@
 """Sums over the elements of the reference's output r and the candidate's output c, for the metrics of Δ = c - r.
 
 An infinity or NaN that both outputs have at the same place (masked logits are minus infinity) is no difference. If only one of the
-two elements is not finite, the sums of Δ are infinite. In both cases, the other sums cover the elements finite in both outputs.
+two elements is not finite, the sums of Δ are infinite. All sums except those of Δ cover only the places where both outputs are
+finite.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Number of elements in a chunk. Their float64 copies fit in one core's cache; with half as many, call overhead costs more."""
+"""Number of elements in a chunk. Their float64 copies fit in one core's cache; chunks of half this size lose more time to the
+overhead of torch calls.
+"""
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """Number of elements in a chunk on a GPU. Their float64 copies need 100 MB."""
 
@@ -43,7 +46,7 @@ class ElementSums:
     """The scalar product Σrc of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
-        """Add the sums of further elements."""
+        """Add the sums over more elements to these sums."""
         self.elements += other.elements
         self.nonfinite += other.nonfinite
         self.nonfinite_reference += other.nonfinite_reference

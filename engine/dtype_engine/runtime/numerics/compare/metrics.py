@@ -41,7 +41,7 @@ _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
 class OutputMetrics:
-    """The metrics of the main output over all sequences, which are added one by one.
+    """Collects the results of comparing the model's main output, one sequence at a time, and computes metrics over all sequences.
 
     Sequences may be added in any order: sums are always computed in the order of the sequence numbers.
     """
@@ -50,7 +50,7 @@ class OutputMetrics:
         """Start without sequences. classes_dim: the output dimension with the logits of a distribution, or None."""
         self.classes_dim = classes_dim
         self.sequences: dict[int, SequenceFigures] = {}
-        """The figures of each added sequence, keyed by sequence number."""
+        """The results of comparing each added sequence, keyed by sequence number."""
 
     def add(
         self,
@@ -63,7 +63,7 @@ class OutputMetrics:
         """Add one sequence: the reference's and the candidate's output, of the same shape.
 
         next_tokens: the class of each position's next token, int64 [batch, positions], or -100 if there is none. number: the index
-        of this sequence; if None, it follows those already added. kept: the positions to compare; see `compared_rows`.
+        of this sequence; if None, the sequence gets the next free index. kept: the positions to compare; see `compared_rows`.
 
         Raises:
             ValueError: The shapes differ.
@@ -151,8 +151,9 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
     """Return an output of any shape as [rows, width], or as [positions, classes] if it holds logits of distributions.
 
     classes_dim: the dimension of the classes (from 0), or None. kept: a mask of the positions to compare, bool [batch, positions],
-    for the first two dimensions of the output; if None, all positions. If the classes are the positions themselves, the other
-    positions get the logit minus infinity. The result is a view if all positions are kept and the classes are the last dimension.
+    for the first two dimensions of the output; if None, all positions. If the classes are the positions themselves, positions that
+    are not kept get the logit minus infinity. The result is a view if all positions are kept and the classes are the last
+    dimension.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)

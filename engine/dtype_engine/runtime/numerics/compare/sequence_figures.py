@@ -1,4 +1,5 @@
-"""The figures of one sequence, from a reference output r and a candidate's output c: [positions, classes] if they are logits.
+"""The comparison of one sequence: sums and divergences, computed from a reference output r and a candidate's output c. Logits have
+the shape [positions, classes].
 
 With p = softmax(r), q = softmax(c) and Δ = c - r, the divergence at a position in nats is
 
@@ -26,16 +27,18 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of logits in a chunk. Its float64 buffers (4 MB) fit in a cache that cores share; smaller chunks cost more calls."""
+"""Number of logits in a chunk. Its float64 buffers (4 MB) fit in a cache that cores share; smaller chunks need more torch calls."""
 _GPU_CHUNK_ELEMENTS = 1 << 21
 """Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
-"""Number of values that are kept for each position until all positions have been compared."""
+"""Number of results that are kept for each position until all positions have been compared."""
 
 
 @dataclass(slots=True)
 class PositionFigures:
-    """The figures of each position of one sequence of logits, on the CPU: float64 [positions], except where stated otherwise."""
+    """The results of comparing the logits at each position of one sequence, on the CPU: float64 [positions], except where stated
+    otherwise.
+    """
 
     kl: torch.Tensor
     """The KL divergence in nats, NaN at positions where the reference has NaN or plus infinity."""
@@ -49,14 +52,14 @@ class PositionFigures:
 
 @dataclass(slots=True)
 class SequenceFigures:
-    """The figures from comparing one sequence."""
+    """The results of comparing one sequence of the reference's output with the candidate's."""
 
     rows: int
     sums: ElementSums
     positions: PositionFigures | None
-    """The figures of each position, or None if the outputs are not logits."""
+    """The results at each position, or None if the outputs are not logits."""
     left_out: int = 0
-    """Number of positions that a mask excludes from the figures."""
+    """Number of positions that a mask excludes from the comparison."""
 
 
 def sequence_figures(
