@@ -39,7 +39,9 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """The number of tensors in the index and in left-out files, and the names of those that none of the index's files holds."""
+        """How many tensors the index and the left-out files name in total, and the names of the tensors among them that no file of
+        the index holds.
+        """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)

@@ -127,7 +127,10 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return a key that two tensors share if they view the same memory in the same way, or None for a tensor without such a key."""
+    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype.
+
+    Returns None for a tensor that has no memory of this kind, such as a sparse or an empty one.
+    """
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -243,8 +246,10 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the mapping with the most tensors in the loaded object. Returns it and its path, such as `model.state_dict`, or "" for
-    the object itself. The search ends at the first mapping with a usual name.
+    """Find the mapping with the most tensors in the loaded object.
+
+    Returns the mapping and its path, such as `model.state_dict`, or "" for the object itself. The search ends at the first mapping
+    whose key is a usual name for weights.
     """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
@@ -261,7 +266,10 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping that is a direct entry of a given mapping. Those with usual names come first."""
+    """Yield (path, mapping) for each mapping that is a direct entry of a mapping in `level`.
+
+    Entries with usual names for weights come first.
+    """
     from torch import nn
 
     for place, mapping in level:

@@ -1,4 +1,4 @@
-"""Resolves MODEL on the command line to a checkpoint or to Python code, without importing torch."""
+"""Resolves the argument MODEL of the command line to a checkpoint or to Python code, without importing torch."""
 
 from __future__ import annotations
 

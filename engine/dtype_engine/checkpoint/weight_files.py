@@ -1,4 +1,4 @@
-"""Finds the weights files of a folder by the names that libraries give them. An index is untrusted."""
+"""Finds the weights files of a folder by the names that libraries give them. The content of an index file is untrusted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors and metadata of several files together. Raises UserError, also if two files have tensors of the same
-    name.
+    """Return the tensors and metadata of several files together.
+
+    Raises UserError if a file can't be read, or if two files have tensors of the same name.
     """
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}

@@ -1,10 +1,9 @@
 """The table of dtypes: names, bits, range, and the blocks of storage formats. This module never imports torch.
 
-Names are torch's. A storage dtype has one scale for each output channel or, if its name ends in `@tensor`, one for the whole
-tensor. Formats with a scale for each block have the names that quantisers and runtimes use; `block_formats` describes their blocks.
-Ranges are from the definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them
-with `torch.finfo` and `ml_dtypes`.
-"""
+Names are torch's. A storage dtype is a dtype that is only stored and not computed in, such as float8 or int8. It has one scale for
+each output channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names
+that quantisers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
+OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo` and `ml_dtypes`."""
 
 from __future__ import annotations
 
@@ -19,7 +18,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""A rule can name this in place of a dtype. The tensors that it matches then keep their dtypes in the checkpoint."""
+"""The word that a rule may give in place of a dtype. The tensors that the rule selects then keep the dtypes that they have in the
+checkpoint.
+"""
 
 
 PER_TENSOR = "@tensor"
@@ -51,7 +52,9 @@ class DType:
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype in memory while a model runs: of the values or, in a storage format, of the one-byte codes."""
+        """torch's name for the dtype in memory while a model runs: the dtype of the values or, in a format with codes and scales,
+        of the codes.
+        """
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -214,16 +217,18 @@ def completions(begun: str) -> list[str]:
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a storage dtype.
+    """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a format with scales, such
+    as int8.
 
-    A tensor with two or more dimensions does, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
+    A tensor with two or more dimensions does, unless the dtype's name ends in `@tensor` or the dtype has blocks. A vector or scalar
+    gets a single scale.
     """
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
-    """Return how many scales a tensor of this shape has in a storage dtype, not counting NVFP4's additional tensor scale."""
+    """Return how many scales a tensor of this shape has in a format with scales, not counting NVFP4's additional tensor scale."""
     blocks = BY_NAME[dtype].blocks
     if blocks is not None:
         return math.prod(scale_grid(shape, blocks))

@@ -72,6 +72,9 @@ def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Return whether a group's weights have different formats, at least one a storage format. No fused kernel supports this."""
+    """Return whether the weights of a group have different formats, at least one of which has scales.
+
+    No fused kernel supports such a group.
+    """
     formats = {planned[member] for member in group}
     return len(formats) > 1 and not formats.isdisjoint(dtypes.STORAGE_DTYPES)

@@ -21,7 +21,9 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which storage-only weights are dequantized if no activation determines the dtype."""
+    """The dtype to which weights that are only stored in their format, such as float8 or int8, are dequantized if no activation
+    determines the dtype.
+    """
     autocast: Literal["bfloat16", "float16"] | None = None
     """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""
     float_inputs: Literal["given", "model"] = "given"
@@ -29,8 +31,8 @@ class RunSettings:
     `inputs.to(model.dtype)` does.
     """
     quantize_activations: Literal["none", "weights"] = "none"
-    """Whether the input of each matrix product with a quantised weight is also rounded to the weight's format ("weights"), as in
-    runtimes that serve W8A8 and W4A4.
+    """What else is rounded to the format of a quantised weight. "weights": also the input of each matrix product with the weight,
+    as in runtimes that serve W8A8 and W4A4. "none": nothing but the weight itself.
     """
     classes_dim: ClassesDim = "auto"
     """The dimension of the main output along which the logits of a distribution over classes or tokens lie. It is counted from 0,
@@ -38,7 +40,10 @@ class RunSettings:
     """
 
     def of_weights(self) -> RunSettings:
-        """Return these settings without autocast and `float_inputs`, which concern no single weight. Used for scans and causes."""
+        """Return these settings without autocast and `float_inputs`, which do not concern single weights.
+
+        Scans and the search for causes run with the returned settings.
+        """
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
@@ -98,7 +103,9 @@ class Options:
     """When to measure the noise floor. "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
     """
     modules: Literal["some", "exact"] = "some"
-    """On which sequences modules' outputs are compared. "some": on the first, and on up to 1/6 of the inputs. "exact": on all."""
+    """On which sequences modules' outputs are compared. "some": on the first sequence, and on up to 1/6 of all sequences. "exact":
+    on all sequences.
+    """
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
     """The number of threads that torch computes with. If None, torch's default."""

@@ -9,7 +9,10 @@ _LONGEST = 200
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name most similar to `word` in lower case, or None if no similarity (0 to 1, by `difflib`) is `cutoff`."""
+    """Return the known name that is most similar to `word` in lower case.
+
+    Returns None if no known name has a similarity (0 to 1, by `difflib`) of at least `cutoff`.
+    """
     import difflib  # imported only when there is a mistake to correct
 
     if len(word) > _LONGEST:

@@ -45,7 +45,7 @@ def _short(names: Collection[str]) -> str:
 
 
 def layer_name(name: str) -> str:
-    """Return the last part of the name of the layer that holds a weight: `q_proj` for `layers.0.q_proj.weight`."""
+    """Return the last part of the name of the layer that holds a weight: `q_proj` for the weight `layers.0.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 

@@ -178,7 +178,9 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 def _choices(names: list[str]) -> str:
-    """Return one pattern for several dotted names: their common prefix, then choices, as in `self_attn.{k_proj,v_proj}`."""
+    """Return one pattern for several dotted names: their common prefix, then the alternatives in braces, as in
+    `self_attn.{k_proj,v_proj}`.
+    """
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):

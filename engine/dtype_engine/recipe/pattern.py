@@ -3,7 +3,7 @@
     model.layers.3.mlp          a module and everything below it, or one tensor
     *.mlp                       a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
     model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
-    *.{q,k,v}_proj              choices, which may hold globs and braces themselves
+    *.{q,k,v}_proj              alternatives, which may contain globs and braces
     re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
     type:LayerNorm, type:*Norm  modules by class
 
@@ -98,9 +98,9 @@ class _Piece:
     length: int | None
     """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
-    """How many parts match any number of characters. The matcher may have to backtrack into each of them."""
+    """Number of wildcards in this part that match any number of characters. The matcher may have to backtrack into each of them."""
     choices: float = 1.0
-    """An upper bound on the number of combinations of alternatives."""
+    """An upper bound on the number of combinations of the alternatives in this part."""
 
 
 _STAR = _Piece(".*", None, 1)

@@ -121,7 +121,9 @@ class Plan:
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
-    """Indices of the rules by module class, if the classes are still unknown. These rules select nothing until then."""
+    """Indices of the rules that select modules by class, if the model's classes are still unknown. Until the classes are known,
+    these rules select nothing.
+    """
     too_slow: tuple[int, ...] = field(default=())
     """Indices of the rules that take too long to match. These rules select nothing."""
 
@@ -244,7 +246,7 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 _MOST_NAMES = 20_000
-"""Most names that a mistyped pattern is compared with, which takes a second."""
+"""Maximum number of names with which a mistyped pattern is compared. Comparing this many names takes a second."""
 NO_CLASSES = "but this model's architecture is unknown: put a config.json that names a known one next to its files"
 
 

@@ -61,7 +61,10 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Do the same as `compile_regex`, but skip the limits on length and repeats. For expressions that are cheap to compile."""
+    """Compile an expression as `compile_regex` does, but without its limits on length and repeat counts.
+
+    For expressions that are cheap to compile.
+    """
     import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)

@@ -1,4 +1,4 @@
-"""Describes storage dtypes as compressed-tensors schemes, which exports and llm-compressor recipes contain."""
+"""Describes formats with codes and scales as compressed-tensors schemes, which exports and llm-compressor recipes contain."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Dtypes that compressed-tensors can describe by a scheme. It computes MX scales by a single rule, but reads those of any rule."""
+"""Dtypes that compressed-tensors can describe by a scheme. To compute MX scales, compressed-tensors has a single rule, but it reads
+scales that another rule has computed, too.
+"""
 
 
 def layout(dtype: str) -> str:

@@ -75,7 +75,10 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights without a public layout. An export stores them in a layout that only this program reads."""
+    """Report weights in formats for which no public layout exists.
+
+    An export stores such weights in a layout that only this program reads.
+    """
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
         if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
@@ -86,10 +89,10 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Explain why no other program can read a weight in a storage format. Returns None if another program can.
+    """Return why no other program can read a weight in a format with scales, or None if another program can.
 
     experts: whether to treat experts as linear layers although the model packs them into one tensor. Exports and original files
-    store them as linear layers.
+    store experts as linear layers.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):

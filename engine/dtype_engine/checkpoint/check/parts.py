@@ -37,7 +37,7 @@ _ORPHANS = {
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
     "weight._scale": "weight._data", ".scale_weight": ".weight",
 }  # fmt: skip
-"""Maps each suffix that no plain tensor's name has, only that of a weight's part, to the suffix that the name of the codes has."""
+"""Maps each suffix that only a part of a quantised weight can have to the suffix of the tensor with the weight's codes."""
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -98,7 +98,7 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """Return the layout of a tensor whose name alone shows that it holds codes, or None for any other tensor."""
+    """Return the layout of a tensor whose name alone shows that it holds codes, or None if the name does not show this."""
     return next(
         (
             layout

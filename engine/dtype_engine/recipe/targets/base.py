@@ -1,4 +1,6 @@
-"""Code that all targets share: classes for the plan to convert, the converted recipe, and tensors that can't be expressed."""
+"""Code that all targets share: classes for the plan to convert, for the converted recipe, and for tensors that a target can't
+express.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,7 @@ class Split:
     """A plan divided for a quantiser into the weights to quantise and one dtype for everything else."""
 
     low: Mapping[str, str]
-    """The storage dtype of each weight to quantise, by canonical name."""
+    """The dtype to which each weight is to be quantised, by the weight's canonical name."""
     base: str
     """The dtype of all tensors that are not in `low`."""
     losses: UnsupportedList
@@ -208,7 +210,7 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Explain why a tool can't quantise a tensor to a storage dtype. Returns None if it can."""
+    """Return why a tool can't quantise a tensor to `dtype`, or None if it can."""
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
         return f"{tool} quantises the parameters named 'weight' only"

@@ -66,7 +66,10 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _planned(context: Context, tensor: str) -> str:
-    """Return a tensor's planned dtype without scales. A block format needs its scales, so it is returned unchanged."""
+    """Return a tensor's planned dtype without its scales, such as `int8`.
+
+    A block format can't do without scales, so its name is returned unchanged.
+    """
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:
         return dtype

@@ -1,7 +1,8 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
-Names are split at dots. Names that differ in only one part are merged repeatedly into a product of choices, which never matches
-additional names. If a part's choices are all numbers that any name has in that part, the part may match any number.
+Names are split at dots. Names that differ in only one part are merged repeatedly: the part gets a list of alternatives. The merged
+pattern matches no additional name. If a part's alternatives are all numbers that any name has in that part, the part may match any
+number.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The alternatives for one dot-separated part of a name; None for any number."""
+"""The alternatives for one dot-separated part of a name. None means any number."""
 Product = tuple[Choice, ...]
-"""One choice for each part of a name. It matches every combination of the choices."""
+"""A list of alternatives for each dot-separated part of a name. A name matches if each of its parts is one of the part's
+alternatives.
+"""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
