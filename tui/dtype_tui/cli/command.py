@@ -192,9 +192,10 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let this machine's engine open the model. Only the engine imports the architecture, which decides what the rules match.
+    """Let the engine on this machine open the model before the screen opens.
 
-    Raises UserError if a rule matches nothing.
+    Only the engine imports the model's architecture, and the architecture decides which tensors the rules match. Raises UserError
+    if a rule matches nothing.
     """
     from dtype_engine.worker.connection import Connection, EngineCommand
     from dtype_engine.worker.control import Open

@@ -21,7 +21,10 @@ _GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points to draw. On a logarithmic axis, zeros are drawn in a separate line at the bottom. Non-finite values are not drawn."""
+    """Points to draw. On a logarithmic axis, points whose y is zero are drawn in a separate line at the bottom.
+
+    Non-finite values are not drawn.
+    """
 
     points: Sequence[tuple[float, float]]
     """(x, y) of each point."""

@@ -32,10 +32,8 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots the SQNR of every module in the order of the pass: as measured, and due to the module's own error alone. A table below
-    lists the causes of the drift.
-
-    stop: called to stop the measurement of causes, but no other job.
+    """Plots two SQNRs of every module in the order of the forward pass: the measured one, and the one due to the module's own error
+    alone. A table below the plot lists the causes of the drift. stop: called to stop the measurement of causes, but no other job.
     """
 
     DEFAULT_CSS = """

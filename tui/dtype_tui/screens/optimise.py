@@ -101,12 +101,16 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        """Redraw if the scan's estimates have changed or another recipe was measured."""
+        """Redraw if the scan's estimates have changed, or if a recipe was measured after the last redraw."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the front within these limits. The cursor stays at the same size. Returns False if no plan meets the limits."""
+        """Compute the Pareto front within these limits.
+
+        The cursor moves to the largest plan that has at most the bytes of the plan at the cursor before. Returns False if no plan
+        meets the limits.
+        """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
@@ -308,7 +312,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure this point and its neighbours: one after the other or, if there are several workers, in parallel."""
+        """Measure the point under the cursor and its neighbours: in parallel if there are several workers, else one by one."""
         front, here = self.front, self.solution
         if front is None or here is None:
             return

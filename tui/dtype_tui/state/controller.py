@@ -168,7 +168,7 @@ class Controller:
             self._start_with_preset()
 
     def _start_with_preset(self) -> None:
-        """Apply the preset from the command line, unless it has already been applied."""
+        """Apply the preset from the command line, unless the preset has already been applied."""
         if self._preset is None:
             return
         from dtype_engine.recipe.presets import PRESETS
@@ -282,7 +282,7 @@ class Controller:
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Apply an earlier measured recipe. The settings stay as they are."""
+        """Make an earlier, measured recipe the current one. The settings of a run stay as they are."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.apply_recipe(measured.recipe)
@@ -294,7 +294,10 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe again, over all inputs. If a measurement of it is running, extend that to all inputs."""
+        """Measure the current recipe again, over all inputs.
+
+        If a measurement of the recipe is running, extend that measurement to all inputs.
+        """
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -328,7 +331,10 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs. If a job is still running after an earlier call, end the engine and start another."""
+        """Stop the engine's jobs.
+
+        If a job is still running although this method was called for it before, end the engine and start another one.
+        """
         if self.life.must_end:
             self.restart_engine()
         else:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that carry the recipe of their request. They remain valid after the current recipe has changed."""
+"""The types of events that carry the recipe of their request. Such events remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports to keep. An undo shows the earlier recipe's report at once if it is among them."""
 
@@ -53,7 +53,7 @@ class ModelFacts:
     has_tree: bool = True
     """Whether the modules and tensors are known. The tree is empty until then."""
     path: Path | None = None
-    """Where the model is on this machine."""
+    """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
 
@@ -181,7 +181,7 @@ class Experiment:
         self._recall()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with other settings from now on, and drop the results with the previous settings."""
+        """Run candidates with these settings from now on, and drop the results that were measured with the previous settings."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()

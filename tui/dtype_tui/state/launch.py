@@ -26,13 +26,13 @@ class Launch:
     tree: Tree | None = None
     """The module tree built from the headers that were read, or None if headers are not enough to build it."""
     path: Path | None = None
-    """Where the model is on this machine."""
+    """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     recipe: Recipe = field(default_factory=Recipe)
-    """The rules from the command line. They are added after the rules of `preset` and `saved`."""
+    """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
     """The session to resume."""

@@ -18,7 +18,7 @@ PREVIEW_S = 0.5
 
 @dataclass(frozen=True)
 class Preview:
-    """The tensors that a rule would match and cast, and the change in bytes."""
+    """What a rule would do: the tensors that it would match and cast, and the change in bytes."""
 
     modules: frozenset[str]
     """Names of the modules that the pattern matches."""

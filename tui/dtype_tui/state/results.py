@@ -32,7 +32,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class Results:
-    """The results for one recipe, one set of settings and one set of inputs. A change of any of these starts with empty results."""
+    """The results for one recipe, one set of settings and one set of inputs.
+
+    If any of these three changes, a new object without results is used.
+    """
 
     losses: Losses = Losses()
     report: DriftReport | None = None

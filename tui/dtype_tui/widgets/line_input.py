@@ -58,7 +58,10 @@ class LineInput(Input):
             )
 
     def action_copy(self) -> None:
-        """Copy the selected text. Say what quits too, since Ctrl+C may mean that while a suggested text is selected."""
+        """Copy the selected text.
+
+        Also tell the user which key quits, because a user who presses Ctrl+C while a suggested text is selected may want to quit.
+        """
         super().action_copy()
         self.app.action_help_quit()
 

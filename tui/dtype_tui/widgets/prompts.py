@@ -52,7 +52,8 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
         self._completions: list[str] = []
         self._completion = ""
-        """The text of the line after the last completion, by which a further Tab is recognised."""
+        """The text of the line after the last completion. If the line still has this text, a further Tab shows the next completion.
+        """
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))

@@ -35,7 +35,7 @@ _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""Stands in place of the dtype in a (text, dtype) piece if the piece reports lost values."""
+"""The text that stands in place of the dtype in a (text, dtype) piece if the piece reports lost values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,9 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """Return the dtype column: a module's mix or a tensor's cast, such as `f32→bf16`, and the layers that share its scale."""
+    """Return the dtype column: a module's dtypes with their shares, or a tensor's cast, such as `f32→bf16`, and the layers that
+    share the tensor's scale.
+    """
     pieces: list[tuple[str, str]]
     weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
     shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""

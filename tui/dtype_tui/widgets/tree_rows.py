@@ -27,7 +27,7 @@ class Row:
 
     name: str
     depth: int
-    """Number of nodes above the row's node."""
+    """Number of ancestors of the row's node."""
     module: Module
     """The module itself, or the module that holds `tensor`."""
     tensor: TensorInfo | None = None

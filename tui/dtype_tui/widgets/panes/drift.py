@@ -88,7 +88,10 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the lost values before the text: they are known before the drift is, and even if the drift can't be measured."""
+        """Put the rows about lost weight values before the text.
+
+        These values are known before the drift is, and even if the drift can't be measured.
+        """
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
