@@ -93,7 +93,10 @@ def refuse_cut_zip(path: Path) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is a zip archive with compressed records. These must not be mapped: their bytes are not the weights."""
+    """Return whether a file is a zip archive with compressed records.
+
+    Such an archive must not be mapped, because its bytes are not the weights.
+    """
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

@@ -1,7 +1,7 @@
 """A model's modules and tensors as a tree, which the screen shows and patterns are matched against. Does not import torch.
 
-A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the live model exists, a second
-tree is built from it (`runtime.model.live`), which adds module classes, tied weights and buffers.
+A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the model is in memory, a
+second tree is built from the model (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
     """The other names of a tied weight. The weight is one tensor, listed and counted once under `name`."""
     packed_bytes: int | None = None
-    """Bytes as stored, for a dtype whose size only the file format knows, such as GGUF's blocks."""
+    """Bytes of the tensor as stored, if the size of its dtype is known only from the file format, as for GGUF's blocks. Otherwise
+    None.
+    """
     uncastable_reason: str | None = None
     """Why the tensor is never cast, for example because it is part of a quantised weight. None if there is no reason except
     possibly the tensor's dtype.
@@ -50,14 +52,14 @@ class TensorInfo:
     include the tensor.
     """
     stored_as: tuple[str, ...] = ()
-    """The tensor's names in the files, if they differ from `name`. There are several if the model packs several stored tensors into
-    one. Patterns match `name` and these names.
+    """The tensor's names in the files, if they differ from `name`. The tensor has several names there if the model packs several
+    stored tensors into this one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
     """The number of parameters that a part of a quantised weight represents. If None, each element of the tensor is a parameter."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
-    """Bytes as stored, scales included."""
+    """Bytes of the tensor as stored, scales included."""
 
     def __post_init__(self) -> None:
         # Trees have up to 90,000 tensors and every frame sums over them, so these are computed only once.

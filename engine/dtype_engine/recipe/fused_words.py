@@ -50,9 +50,10 @@ def layer_name(name: str) -> str:
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "".
+    """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "" if there are
+    none.
 
-    It is called for every row that is drawn, so it examines only the members of the weight's group.
+    This function is called for every row that is drawn, so it examines only the members of the weight's group.
     """
     group = [member for member in siblings(name) if member in planned]
     members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()

@@ -60,9 +60,9 @@ class Pattern:
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Return whether the pattern names this tensor specifically, so that it would not match any other name in the same module.
+        """Return whether the pattern names this tensor and would match no other name in the same module.
 
-        Only specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
+        Only such specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
         parent, dot, _ = tensor.rpartition(".")
         return self.matches(tensor) and not self.matches(parent + dot + _NAMELESS)
@@ -130,10 +130,11 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Concatenate pieces. whole: whether they are the entire pattern.
+    """Concatenate pieces of a glob. whole: whether they are the entire pattern.
 
-    A fixed-length piece between two stars is matched only at its first occurrence: if that fails, any later occurrence fails, too.
-    So `*a*a*a*b` takes time linear in the length of a name, not its fourth power. `fnmatch` does the same.
+    A piece of fixed length between two stars is matched only at its first occurrence, because if the match fails there, it also
+    fails at any later occurrence. The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to the fourth
+    power of the length. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

@@ -92,7 +92,7 @@ class RecipeHistory:
 
     @property
     def kept(self) -> tuple[tuple[Recipe, ...], int]:
-        """All recipes in order, and the index of the current one. These are the arguments of `of`."""
+        """All recipes in order, and the index of the current one. The method `of` takes both as its arguments."""
         return tuple(self._recipes), self._at
 
     @property

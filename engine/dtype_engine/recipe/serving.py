@@ -46,7 +46,7 @@ class ServingLint:
 
     runtime: str
     quantised: int
-    """How many weights have a storage format in the plan."""
+    """Number of weights to which the plan gives a format with codes and scales."""
     findings: tuple[Finding, ...]
 
     @property

@@ -47,7 +47,10 @@ def truncate(text: str, width: int) -> str:
 
 
 def wrap_dotted(name: str, width: int) -> str:
-    """Wrap a module's name to lines of `width` cells. Lines break only before dots, so a long part may exceed the width."""
+    """Wrap a module's name to lines of `width` cells.
+
+    Lines break only before dots, so a line may be longer if it consists of one long part.
+    """
     lines = [""]
     for part in re.split(r"(?=\.)", name):
         if lines[-1] and len(lines[-1]) + len(part) > width:

@@ -80,7 +80,7 @@ class OptimiseScreen(ModalScreen[None]):
         """The last plan whose rules were computed, with the recipe of these rules."""
         self._timer: Timer | None = None
         self._seen = -1
-        """The `ScanState.version` that is drawn."""
+        """The value of `ScanState.version` when the screen was last drawn."""
         self.zoom = 1
         """The width of the whole front divided by the width of the visible part."""
 

@@ -38,7 +38,7 @@ class Activity:
         self.share: float | None = None
         """How much of `what` is done, from 0 to 1, or None if unknown."""
         self.running = ""
-        """The running job, by its name in `JobName`."""
+        """The name of the running job, or "" if no job is running."""
         self.waiting: tuple[str, ...] = ()
         """The names of the waiting jobs, in order."""
         self.saving = False

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """The types of events that carry the recipe of their request. Such events remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
-"""Maximum number of drift reports to keep. An undo shows the earlier recipe's report at once if it is among them."""
+"""Maximum number of drift reports that are kept. If the report of an earlier recipe is kept, an undo to this recipe shows it at
+once.
+"""
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,10 @@ class Experiment:
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Do the slow part of `replace_tree`, on the thread that reads the engine's events, so that keys are not delayed."""
+        """Compute what `replace_tree` needs for a new tree.
+
+        This is slow, so it runs on the thread that reads the engine's events, and keys are not delayed.
+        """
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs

@@ -27,7 +27,7 @@ class MeasuredRecipe:
     planned_bytes: int
     output: OutputDrift
     extent: Extent
-    """How many of the inputs the metrics cover."""
+    """How many of the inputs were run to compute the metrics."""
     seconds: float | None = None
     """Total time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
     overflowed: int = 0

@@ -53,7 +53,7 @@ class ScanState:
     saved.
     """
     dtype: str = ""
-    """The dtype whose scores are shown."""
+    """The dtype whose scores the screen shows."""
     measured: list[Point] = field(default_factory=list)
     version: int = 0
     """A number that increases with every change that the screen may have to show."""

@@ -56,10 +56,10 @@ class SavedSession:
     path: Path | None = None
     """The path of the model's files, or None if it has none on this machine."""
     folder: Path | None = None
-    """The folder in which the program was started."""
+    """The folder in which the user started the program."""
     options: Options = field(default_factory=Options)
     recipes: tuple[Recipe, ...] = (Recipe(),)
-    """The history of recipes, oldest first."""
+    """The recipes of the session's history, oldest first."""
     at: int = 0
     """Index of the current recipe."""
     cursor: str = ""

@@ -1,4 +1,4 @@
-"""An input line that calls its callbacks immediately."""
+"""An input line that calls functions at once when its text changes or Enter is pressed, instead of posting messages."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings.
 
-    against: the source checkpoint, which should have the same tensors. values: whether to read the values of all tensors, too.
+    against: the source checkpoint, which should have the same tensors. values: whether to read also the values of all tensors.
     Raises UserError if a file can't be read.
     """
     started = time.perf_counter()

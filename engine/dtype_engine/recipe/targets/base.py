@@ -26,7 +26,7 @@ class Context:
     model_type: str | None = None
     """The `model_type` in config.json."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The names of each module class's base classes. Many tools use `isinstance`, so they need these names."""
+    """The names of each module class's base classes. Many tools select modules by `isinstance`, which also accepts base classes."""
     activations: Literal["none", "weights"] = "none"
     """The run setting `quantize_activations` for which the recipe is meant."""
 
@@ -45,7 +45,7 @@ class Context:
         return names | {name for name in self.tree.modules if name}
 
     def in_scope(self) -> list[TensorInfo]:
-        """Return the tensors whose dtype rules can change."""
+        """Return the tensors whose dtype the rules of a recipe can change."""
         return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
 
 
@@ -68,7 +68,7 @@ class Conversion:
     """A recipe converted for another tool."""
 
     text: str
-    """The content of the file that the tool reads."""
+    """The content of the file that the other tool reads."""
     patterns: tuple[tuple[str, str], ...]
     """Each pattern in the tool's syntax with the dtype that its tensors get."""
     base: str | None
@@ -143,7 +143,7 @@ class Split:
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantised, by the weight's canonical name."""
     base: str
-    """The dtype of all tensors that are not in `low`."""
+    """The dtype of all tensors that are not in `low`, that is, not quantised."""
     losses: UnsupportedList
     """The tensors that get a dtype other than the planned one."""
 

@@ -1,7 +1,8 @@
-"""Converts recipes for diffusers' layerwise casting: a storage dtype, a compute dtype, and patterns of modules to skip.
+"""Converts recipes for diffusers' layerwise casting: the dtype in which weights are stored, the dtype in which the model computes,
+and patterns of the modules to skip.
 
-diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted name.
-It casts whole modules of certain classes, biases included, and uses no scales.
+diffusers walks down from the model's root. It skips a module, and everything below the module, if `re.search` finds a pattern in
+the module's dotted name. It casts whole modules of certain classes, biases included, and uses no scales.
 """
 
 from __future__ import annotations
@@ -94,7 +95,9 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast, in which the plan has more elements in the storage dtype than in the compute dtype."""
+    """Return the modules to cast: those in which the plan has more elements in the dtype for storing than in the dtype for
+    computing.
+    """
     if storage == base:
         return set()
     cast: set[str] = set()

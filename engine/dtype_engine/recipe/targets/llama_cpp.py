@@ -1,7 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. It applies these lines only if the requested type
-is a quantised one, here Q8_0, so there is a line for every tensor that can be quantised.
+llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored.
+llama-quantize applies the lines of the file only if the requested type is a quantised one, so Q8_0 is requested. To keep Q8_0 from
+applying to other tensors, there is a line for every tensor that can be quantised.
 """
 
 from __future__ import annotations

@@ -31,7 +31,9 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""The formats of torchao's symmetric `IntxWeightOnlyConfig`. As here, its scale is the group's largest |value| / 7.5 or 127.5."""
+"""The formats of torchao's symmetric `IntxWeightOnlyConfig`. Like this program, torchao computes a group's scale as its largest
+|value| divided by 7.5 (int4) or 127.5 (int8).
+"""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
