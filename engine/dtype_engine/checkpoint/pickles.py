@@ -45,7 +45,7 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """The contents of pickles: headers and tensors, each under all of a tensor's names. `aliases` maps a tensor's further names to
+    """The contents of pickles: headers and tensors, under all names of each tensor. `aliases` maps a tensor's further names to
     its first name. `notices` are sentences that the user should see.
     """
 
@@ -182,7 +182,9 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let imports find code in the current folder, as `python` does: a trusted pickle may name its author's modules."""
+    """Let imports find code in the current folder, as `python` does, because a trusted pickle may name modules that its author
+    wrote.
+    """
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -200,7 +202,10 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """Return the sentence that refuses a pickle because it holds objects other than tensors. It names one of them, if known."""
+    """Return the sentence that refuses a pickle because the pickle holds objects other than tensors.
+
+    The sentence names one of the objects, if one is known.
+    """
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in text:
@@ -309,8 +314,8 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""A view is refused if it has more bytes than the first number and repeats its storage more often than the second: no weight is
-such a view, and reading it would take days.
+"""Two limits for views of a storage: bytes, and repeats of the storage. A view that exceeds both is refused: no weight is such a
+view, and reading the view would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
@@ -319,7 +324,9 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """Return the number of tensors in a pickle's mappings and lists other than `chosen`, and the path of the first of them."""
+    """Return the number of tensors that are in other mappings or lists of a pickle than `chosen`, and the path of the first of
+    them.
+    """
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])

@@ -26,8 +26,8 @@ SHAPE_KEY = "dtype_engine.shape."
 weight's shape, such as `16,128`.
 """
 OWN_SUFFIX = "_quantized"
-"""Suffix of the name of codes that compressed-tensors can't express, such as `weight_quantized` for `weight`. Other loaders would
-silently read codes named `weight` as values.
+"""Suffix of the name of codes in a format that compressed-tensors can't express: `weight_quantized` for `weight`. If the codes were
+named `weight`, other loaders would silently read them as values.
 """
 
 
@@ -79,7 +79,7 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """Return one weight, or None if its tensors are not those that its dtype requires."""
+    """Return one weight, or None if a tensor that the weight's dtype requires is missing or has the wrong dtype or size."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None

@@ -36,7 +36,7 @@ class DType:
     bits: int
     kind: Literal["float", "int", "bool", "complex"]
     safetensors: str | None
-    """The name in a safetensors header, or None if safetensors lacks this dtype."""
+    """The dtype's name in a safetensors header, or None if safetensors lacks this dtype."""
     exponent: int = 0
     """The number of exponent bits."""
     mantissa: int = 0
@@ -156,11 +156,13 @@ BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes in which a forward pass can compute, largest first."""
 WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
-"""Formats with one-byte codes and a float32 scale per output channel or per tensor; see `runtime/numerics/quantize.py`."""
+"""Formats with one-byte codes and a float32 scale for each output channel or for the whole tensor; see
+`runtime/numerics/quantize.py`.
+"""
 BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
-"""Formats with codes and scales, whose weights are dequantized to a compute dtype when used."""
+"""Formats with codes and scales. A weight in such a format is dequantized to a dtype of `COMPUTE_DTYPES` when it is used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """All dtypes that a rule may cast to, apart from `STORED`."""
 
@@ -237,7 +239,9 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether a format's blocks do not divide a tensor of this shape, so that the last blocks are shorter."""
+    """Return whether the last blocks of a tensor of this shape are shorter, because the format's block size does not divide the
+    shape.
+    """
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)
 
@@ -274,7 +278,9 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if there are none."""
+    """Return the smallest dtype of `COMPUTE_DTYPES` that holds all values of those dtypes in `stored` that are also in
+    `COMPUTE_DTYPES`. Returns float32 if there are none.
+    """
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 200
-"""Maximum length in characters of a name to compare. The time grows with the square of the length, and typed names are shorter."""
+"""Maximum length in characters of a name to compare. The time of a comparison grows with the square of the length. Typed names are
+shorter than this.
+"""
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:

@@ -19,7 +19,8 @@ LONGEST_REGEX = 500
 MOST_REPEATS = 1000
 """Maximum repeat count `{...}` in an expression."""
 _MOST_UNROLLED = 100_000
-"""Maximum product of all repeat counts. The compiler unrolls some repeats, which could need gigabytes of memory."""
+"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes of memory.
+"""
 _ALONE_S = 2.0
 """Time limit in seconds for a single match outside `time_limit`."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")

@@ -18,7 +18,9 @@ scales that another rule has computed, too.
 
 
 def layout(dtype: str) -> str:
-    """Return the name of the checkpoint layout in which other programs read weights of this dtype, or "" if there is none."""
+    """Return the name of the checkpoint layout in which other programs read weights of this dtype, or "" if no other program reads
+    them.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
@@ -65,6 +67,9 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
 
 
 def keeps_input_scale(dtype: str) -> bool:
-    """Return whether a file must hold an input scale for a layer whose weight has this format. Only NVFP4 requires it."""
+    """Return whether a file must hold a scale for the inputs of a layer whose weight has this format.
+
+    Only NVFP4 requires such a scale.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks is not None and blocks.tensor_scale and dtypes.quantizes_activations(dtype)

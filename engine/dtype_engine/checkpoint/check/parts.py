@@ -126,7 +126,7 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns of a block as `quantization_config` declares them. The default is the usual 128 x 128."""
+    """Return the rows and columns of a block as `quantization_config` declares them, or the usual 128 x 128 if it declares none."""
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     found = declared.get("weight_block_size")
@@ -188,7 +188,9 @@ def _scale_shapes(
 
 
 def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Return the shape of the scales in GPTQ, which packs codes along the inputs, or in AWQ, which packs them along the outputs."""
+    """Return the shape of the scales of a weight in GPTQ, which packs codes along the inputs, or in AWQ, which packs codes along
+    the outputs.
+    """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     bits, size = declared.get("bits"), declared.get("group_size")
@@ -201,7 +203,7 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix, expected shape) for each part of a weight, except its codes and scales, whose shape is known."""
+    """Yield (suffix, expected shape) for the parts of a weight whose shape is known, except the codes and scales."""
     if weight.layout is MLX:
         yield "biases", scale
         yield "qbiases", scale
