@@ -20,7 +20,7 @@ from dtype_tui.widgets.tree_rows import ORDERS
 
 
 class CommandWords:
-    """The commands that act on the tree and the controller. Each raises UserError for invalid arguments."""
+    """The commands of the `:` line that act on the tree and the controller. Each raises UserError for invalid arguments."""
 
     def __init__(self, controller: Controller, tree: ModuleTree) -> None:
         self._controller = controller

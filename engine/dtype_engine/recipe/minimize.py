@@ -37,7 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return the recipe without rules that later rules made redundant."""
+    """Return the recipe without rules that have no effect because of later rules."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -49,7 +49,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
 
 
 class _Proposals:
-    """Candidate patterns for a tree, and the tensors that each selects."""
+    """Candidate patterns for the rules of a recipe, and the tensors that each pattern selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree

@@ -25,9 +25,9 @@ class Selection:
     """The modules and tensors that a pattern selects in a tree."""
 
     modules: frozenset[str]
-    """The modules that the pattern matches, except modules below another matched module."""
+    """The modules that the pattern matches, except modules below another module that it matches."""
     tensors: tuple[str, ...]
-    """The canonical names of the selected castable tensors, without repeats."""
+    """The canonical names of the tensors that the pattern selects and that can be cast, without repeats."""
     uncastable_count: int = 0
     """How many selected tensors can never be cast: integers, booleans, parts of quantised weights, and non-persistent buffers that
     the pattern does not name specifically.
@@ -94,7 +94,7 @@ class RuleEffect:
     tensors: tuple[TensorInfo, ...]
     """The tensors that the rule selects."""
     decides: int
-    """How many of `tensors` get their dtype from this rule, because no later rule selects them."""
+    """The number of `tensors` that get their dtype from this rule, because no later rule selects them."""
 
     @property
     def bytes_before(self) -> int:
@@ -125,7 +125,7 @@ class Plan:
     these rules select nothing.
     """
     too_slow: tuple[int, ...] = field(default=())
-    """Indices of the rules that take too long to match. These rules select nothing."""
+    """Indices of the rules whose patterns take too long to match. These rules select nothing in the plan."""
 
     def __repr__(self) -> str:
         rules = plural(len(self.recipe), "rule")
@@ -136,7 +136,9 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Return the effect of each rule, in the recipe's order. among: canonical names of the only tensors to consider."""
+        """Return the effect of each rule, in the recipe's order. among: canonical names of tensors; effects on all other tensors
+        are left out.
+        """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
             yield RuleEffect(index, rule, taken, sum(self.decided_by[tensor.name] == index for tensor in taken))

@@ -35,7 +35,7 @@ class Finding:
     """How the runtime treats the tensors that break the rule."""
     why: str
     source: str
-    """The file and function of the runtime that implement the rule."""
+    """The file and the function in the runtime's source code that implement the rule."""
     tensors: tuple[str, ...]
     """Canonical names of the tensors that break the rule."""
 
@@ -156,7 +156,10 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with a missing member, which get no scheme: `_match_fused_layer` requires a match for every member."""
+    """Report fused layers with a missing member.
+
+    Such a layer gets no scheme, because `_match_fused_layer` requires a match for every member.
+    """
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
         expected = siblings(group[0])
@@ -167,7 +170,10 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report int8 weights with unquantized inputs, which `_quantization_scheme_map_from_config` allows only for float weights."""
+    """Report int8 weights whose inputs are not quantised.
+
+    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights.
+    """
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
         why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
@@ -198,7 +204,10 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether a format's blocks divide the outputs of every weight in `name`'s fused group; True without a group."""
+    """Return whether a format's blocks divide the outputs of every weight in `name`'s fused group.
+
+    Returns True if `name` is in no group.
+    """
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
@@ -267,7 +276,7 @@ def _block_rows(dtype: str) -> int:
 
 
 def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """Return the findings as lines of text. shown: abbreviates a list of tensor names."""
+    """Return the findings as lines of text. shown: a function that abbreviates a list of tensor names."""
     lines = []
     for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]

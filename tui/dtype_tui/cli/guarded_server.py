@@ -86,7 +86,10 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the page. Its URLs use the host in the request, since the far end of a tunnel has another host name and port."""
+        """Return the page.
+
+        Its URLs use the host that the request names, because the far end of a tunnel has its own host name and port.
+        """
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),

@@ -119,7 +119,7 @@ def plot(
 
 
 class _Grid:
-    """The cells inside the axes. The line for zero, if there is one, is the last row."""
+    """The cells inside the axes. The last row is the line for zero, if there is one."""
 
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes

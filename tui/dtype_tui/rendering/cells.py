@@ -25,7 +25,7 @@ _OF_BLOCKS = {
 """Colours of block formats, by the kind and bits of their elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
-"""The SQNR in dB at and above which a drift's bar is empty."""
+"""The SQNR in dB from which on the bar that shows a drift is empty."""
 
 
 def colour(dtype: str) -> str:

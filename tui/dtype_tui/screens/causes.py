@@ -141,7 +141,10 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """Convert an SQNR for the plot: None becomes NaN, which is not drawn. An exact module's infinite SQNR is not drawn either."""
+    """Return an SQNR as a number to plot. An unknown SQNR (None) becomes NaN.
+
+    The plot draws neither NaN nor the infinite SQNR of an exact module.
+    """
     return math.nan if sqnr_db is None else sqnr_db
 
 

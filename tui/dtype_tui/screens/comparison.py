@@ -29,7 +29,7 @@ class Side:
     """One of the two recipes in a comparison."""
 
     title: str
-    """The short name of the recipe in the headings."""
+    """The short name of the recipe in the window's headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
     """The measurement, or None if the recipe was not measured."""

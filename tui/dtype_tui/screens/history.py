@@ -144,7 +144,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return what a measurement means for the model, in words. The noise floor is known only for the current inputs."""
+        """Return in words what the drift of a measurement means for the model.
+
+        The noise floor is known only for the current inputs.
+        """
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property

@@ -144,7 +144,9 @@ class OptimiseScreen(ModalScreen[None]):
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the recipe in a thread once the cursor rests, because this takes long for a large model."""
+        """Compute the recipe for the plan under the cursor, in a thread and only when the cursor rests, because this takes long for
+        a large model.
+        """
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution

@@ -319,7 +319,10 @@ class Controller:
         self._expect("inputs")
 
     def ask(self, command: Command) -> None:
-        """Request a job from the engine. If the job has to run the model and the model can't run, tell the user why instead."""
+        """Request a job from the engine.
+
+        If the job has to run the model but the model can't run, tell the user why, and request nothing.
+        """
         if command.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return

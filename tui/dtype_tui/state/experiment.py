@@ -83,7 +83,7 @@ class Experiment:
     """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """Whether the last change of the recipe changed no tensor's dtype, so that the measurement is still valid."""
+    """Whether the last change of the recipe changed no tensor's planned dtype. The measurement is then still valid."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
     """The plan and the totals by node that `prepare` has computed for the next tree."""

@@ -46,7 +46,10 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line of the pasted text that is not blank. Notify the user if other lines are left out."""
+        """Insert the first line of the pasted text that is not blank.
+
+        If there are further lines, tell the user that they are left out.
+        """
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]

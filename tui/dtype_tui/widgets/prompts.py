@@ -60,7 +60,7 @@ class CastPrompt(BottomPrompt):
         yield from super().compose()
 
     def open(self, node: str) -> None:
-        """Show the prompt with a rule for this node."""
+        """Show the prompt with a rule for the node with this name."""
         module = self.experiment.tree.modules.get(node)
         steps = generalisations(node, module.class_name if module else None)
         # Every pattern is more general than the one before, so if the first matches something, all do.

@@ -75,7 +75,7 @@ class RowState:
 
     under_cursor: bool
     lit: bool
-    """Whether a preview highlights the row."""
+    """Whether the row is highlighted because the rule that is being typed would match its node."""
     match: bool
     """Whether the row's name matches the filter."""
     opened: bool
@@ -206,7 +206,10 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift of a row's module. For the root, it is the drift of the model's output. Returns None for a tensor."""
+    """Return the drift of a row's module. For the root of the tree, this is the drift of the model's output.
+
+    Returns None for a tensor.
+    """
     if row.tensor is None and not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
     return experiment.results.modules.get(row.name) if row.tensor is None else None

@@ -31,7 +31,10 @@ class Context:
     """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Return whether a module is an instance of one of these classes or, as far as base classes are known, of a subclass."""
+        """Return whether a module is an instance of one of these classes.
+
+        An instance of a subclass counts if the module's base classes are known.
+        """
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
@@ -55,7 +58,9 @@ class Unsupported:
 
     why: str
     part: Part
-    """"dtype" if the target gives the tensors another dtype; "scale" if it gives them the planned dtype with other scales."""
+    """What differs from the plan. "dtype": the target gives the tensors another dtype. "scale": it gives them the planned dtype,
+    but computes their scales by another rule.
+    """
     planned: str
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
@@ -79,12 +84,12 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The tensors that a pattern matches in a target."""
+    """The tensors that one pattern matches when the target matches it."""
 
     tensors: frozenset[str]
     """Canonical names of the matched tensors."""
     problem: str | None = None
-    """Why the pattern matches nothing, or None if it matches or the reason is unknown."""
+    """Why the pattern matches nothing, or None if the pattern matches something or the reason is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +100,9 @@ class Target:
     matcher: str
     """How the tool matches patterns, in words."""
     precedence: Callable[[Sequence[str]], int] | None
-    """Returns the index of the winning pattern among several that match a tensor; None if the tool has no order of precedence."""
+    """Returns the index of the pattern that wins among several that match the same tensor. None if the tool has no order of
+    precedence.
+    """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
     """Returns the canonical names of all tensors that the tool's patterns can affect."""
@@ -231,7 +238,10 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype in which the plan has most elements. If it has none in a compute dtype, the stored dtypes decide."""
+    """Return the compute dtype in which the plan has most elements.
+
+    If the plan has no elements in a compute dtype, the stored dtypes are counted instead of the planned ones.
+    """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:
@@ -243,7 +253,9 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires that for its module."""
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires float32 for the
+    tensor's module.
+    """
     kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
     plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"

@@ -123,9 +123,10 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """Return a function that maps a module's name in transformers to its GGUF name, both without `.weight`.
+    """Return a function that maps a module's name in transformers to its name in GGUF.
 
-    blocks: how many layers the map must cover. Raises UserError if gguf does not know the architecture.
+    Both names are without `.weight`. blocks: the number of layers that the map must cover. Raises UserError if the gguf package
+    does not know the architecture.
     """
     import gguf
 

@@ -32,7 +32,9 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The dtypes that llm-compressor quantises exactly as planned; of the MX formats, only the ones with its own scale rule."""
+"""The dtypes that llm-compressor quantises exactly as planned. Of the MX formats, these are only the ones with the scale rule that
+llm-compressor itself uses.
+"""
 
 
 def convert(context: Context) -> Conversion:
