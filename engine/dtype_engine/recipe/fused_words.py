@@ -61,7 +61,10 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Say with which weights runtimes fuse this weight, and whether they accept the plan. Returns "" if they do not fuse it."""
+    """Return words that say with which weights runtimes fuse this weight, and whether runtimes accept the plan.
+
+    Returns "" if runtimes do not fuse the weight.
+    """
     group = [member for member in siblings(name) if member in planned]
     if len(group) < 2:
         return ""

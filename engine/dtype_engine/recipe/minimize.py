@@ -58,8 +58,10 @@ class _Proposals:
         self._patterns = self._general()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the best rule and the tensors that it selects. The best rule has the largest difference between the number of
-        weights that it corrects and the number that it makes wrong. Among equally good rules, it is the shortest.
+        """Return the best rule and the tensors that it selects.
+
+        For the best rule, the number of weights that it corrects minus the number of weights that it makes wrong is largest. Among
+        equally good rules, the shortest is the best.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -95,7 +97,9 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return single names, and patterns with layer ranges, such as all layers whose `mlp.down_proj` needs one dtype."""
+        """Return single names, and patterns with ranges of layer numbers, such as one for all layers whose `mlp.down_proj` needs
+        the same dtype.
+        """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}

@@ -98,12 +98,12 @@ class RuleEffect:
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the selected tensors as stored."""
+        """Bytes of the tensors that the rule selects, as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the selected tensors in the rule's dtype."""
+        """Bytes of the tensors that the rule selects, in the rule's dtype."""
         return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
 
 
@@ -222,7 +222,9 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether, in a tree built from file names alone, it is uncertain that every rule selects a tensor. Raises TooSlow."""
+    """Return whether it is uncertain that every rule selects a tensor, because the tree was built only from the tensor names in the
+    files. Raises TooSlow.
+    """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     return bool(plan.unmatched or plan.pending_classes)

@@ -126,7 +126,10 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report quantised routers. Mixture-of-experts models create routers with `quant_config=None`, without scale parameters."""
+    """Report quantised routers.
+
+    The runtime creates the routers of mixture-of-experts models with `quant_config=None`, that is, without parameters for scales.
+    """
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
         where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
@@ -190,7 +193,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with a member whose outputs are not divisible into blocks. `validate_fp8_block_shape` requires this."""
+    """Report fused layers with a member whose outputs the blocks do not divide. `validate_fp8_block_shape` refuses such a layer."""
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])

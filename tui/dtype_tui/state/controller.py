@@ -1,7 +1,7 @@
 """The controller, which manages the experiment and the engine. It does not depend on widgets.
 
-The main screen calls the controller's methods for keys and commands, and passes it the engine's events. Then the main screen draws
-the experiment.
+The main screen calls the controller's methods for keys and commands, and passes the engine's events to the controller. After that,
+the main screen draws the experiment.
 """
 
 from __future__ import annotations
@@ -255,7 +255,10 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes the output finite or, without one, the rules that keep values from being lost in casts."""
+        """Apply the rule that makes the output finite.
+
+        If there is no such rule, apply the rules that keep values from being lost in casts.
+        """
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))

@@ -46,7 +46,7 @@ class EngineLife:
         self._stopping: str | None = None
         """The job that was asked to stop and is still running (a value of `Activity.running`)."""
         self._stopping_since = 0.0
-        """The time, by `time.monotonic`, at which that job was asked to stop."""
+        """The time, by `time.monotonic`, at which the job in `_stopping` was asked to stop."""
         self.must_end = False
         """Whether the running job has not stopped within `STOP_WAIT_S`. Only ending the engine can then stop the job."""
 

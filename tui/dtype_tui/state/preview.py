@@ -37,7 +37,7 @@ class Preview:
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
     """Return what a rule would do. planned: the dtype of each tensor under the current recipe, by name.
 
-    Raises PatternError for a pattern that takes too long to match, since keys wait for the preview.
+    Raises PatternError for a pattern that takes too long to match, because key presses wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S)
     names = frozenset(taken.tensors)

@@ -61,7 +61,10 @@ class Results:
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the key for remedies would apply `loss_remedy` next. A remedy for a non-finite output is applied first."""
+        """Whether the next press of the key for remedies applies `loss_remedy`.
+
+        A remedy for a non-finite output is applied first.
+        """
         return self.nonfinite is None or self.nonfinite.remedy is None
 
 

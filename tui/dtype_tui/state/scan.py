@@ -40,7 +40,7 @@ class Point:
 
 @dataclass
 class ScanState:
-    """The latest scan of the model."""
+    """The latest scan of the model, and what the screen shows of it."""
 
     report: ScanReport | None = None
     requested: tuple[str, ...] = ()

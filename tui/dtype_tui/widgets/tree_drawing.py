@@ -222,7 +222,7 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return the module's SQNR under the baseline recipe, and how much the SQNR under the current recipe differs from it."""
+    """Return the module's SQNR under the baseline recipe, and the difference of the SQNR under the current recipe from it."""
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)

@@ -111,7 +111,10 @@ class Target:
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
-    """Compile a tool's regular expression. Unlike in our patterns, `.` does not match a line break. Raises PatternError."""
+    """Compile a tool's regular expression. `.` does not match a line break in it, although it does in this program's own patterns.
+
+    Raises PatternError.
+    """
     return compile_regex(source, pattern, kind, dotall=False)
 
 
@@ -131,7 +134,7 @@ def exact_first(patterns: Sequence[str]) -> int:
 
 
 class UnsupportedList:
-    """Collects tensors that a target can't express, and groups tensors with the same reason."""
+    """Collects the tensors that a target can't express. Tensors with the same reason form a group."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -145,14 +148,14 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A plan divided for a quantiser into the weights to quantise and one dtype for everything else."""
+    """A plan divided for a quantiser: the weights to quantise, and one dtype for all other tensors."""
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantised, by the weight's canonical name."""
     base: str
     """The dtype of all tensors that are not in `low`, that is, not quantised."""
     losses: UnsupportedList
-    """The tensors that get a dtype other than the planned one."""
+    """The tensors to which the tool gives a dtype other than the planned one."""
 
     def by_dtype(self) -> dict[str, list[str]]:
         """Return the names of the weights to quantise, for each dtype, in the model's order."""
@@ -273,7 +276,7 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """Return a function for `Target.matchable` that returns the tensors which a quantiser of these module classes can affect."""
+    """Return a function for `Target.matchable`. It returns the tensors that a quantiser of these module classes can affect."""
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
@@ -283,9 +286,9 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a note that the tool's file does not quantise activations, if the recipe is for a run that quantises them.
+    """Return a note that the tool's file does not quantise activations, if the recipe is for a run that quantises activations.
 
-    written: the weight dtypes for which the file does quantise activations.
+    written: the dtypes of weights whose activations the file does quantise.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):

@@ -78,7 +78,10 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return the pair of storage and compute dtypes with which the fewest elements deviate from their planned dtype."""
+    """Return a pair of dtypes, one for storing weights and one for computing.
+
+    With this pair, the fewest elements deviate from their planned dtype.
+    """
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
@@ -155,7 +158,10 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
-    """Return Python code that casts the model. If no module is skipped, it passes `()`, as None would cast the model as a whole."""
+    """Return Python code that casts the model. If no module is skipped, the code passes `()`.
+
+    It can't pass None, because diffusers would then cast the model as a whole.
+    """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (
         f"    apply_layerwise_casting(\n        model, storage_dtype=torch.{storage}, compute_dtype=torch.{base}, "

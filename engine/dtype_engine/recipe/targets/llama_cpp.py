@@ -114,7 +114,10 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the GGUF names of each tensor that rules can change, or () if it has none. Raises UserError like `name_map`."""
+    """Return, for each tensor that rules can change, its names in GGUF, or () if it has none.
+
+    Raises UserError if the gguf package does not know the architecture.
+    """
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -143,8 +146,9 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor. A gate and up projection that transformers
-    packs has two GGUF names.
+    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor.
+
+    A tensor in which transformers packs a gate projection and an up projection has two GGUF names.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

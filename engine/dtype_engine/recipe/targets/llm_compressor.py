@@ -1,7 +1,7 @@
 """Converts recipes for llm-compressor: a recipe with one `QuantizationModifier`.
 
 compressed-tensors matches targets against module names. A target is an exact name, a class name, or `re:` and an expression for
-`re.match`, which only anchors the start (so ours end in `$`). Only module weights are quantised.
+`re.match`. `re.match` only anchors the start, so the expressions written here end in `$`. Only module weights are quantised.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return the product with each list of numbers replaced by any number, unless it would then match another name."""
+    """Return the product in which each list of numbers is replaced by any number, unless the product would then match a name that
+    it must not match.
+    """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])
@@ -107,7 +109,10 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Return the globs for one part of a name, one for each alternative. A glob has alternatives only for single characters."""
+    """Return the globs for one part of a name, one for each alternative.
+
+    If all alternatives are single digits, one glob lists them, as in `[123]`.
+    """
     if choice is None:
         return ["*"]
     texts = _sorted(choice)

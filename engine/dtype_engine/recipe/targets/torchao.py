@@ -43,9 +43,13 @@ SCALING = {
 except for blocks whose largest |value| is 1.75 times a power of two.
 """
 BLOCKS = (*SCALING, "nvfp4")
-"""The formats in torchao's prototype of block formats. It supports only linear layers, and MX only with quantised activations."""
+"""The formats in torchao's prototype of block formats. The prototype supports only linear layers, and MX formats only with
+quantised activations.
+"""
 MADE_AS = "0.18"
-"""The torchao release whose JSON format is written. A test checks that torchao reads our JSON and writes the same JSON."""
+"""The torchao release whose JSON format is written. A test checks that torchao reads the JSON that this module writes, and writes
+the same JSON.
+"""
 
 
 def convert(context: Context) -> Conversion:
