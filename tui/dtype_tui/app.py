@@ -72,7 +72,7 @@ class DtypeApp(BaseApp[None]):
         self.guide = TourGuide(self, self.main, self.controller, launch)
 
     def _emit(self, event: events.Event) -> None:
-        """Post an event to the main screen. Called by the engine's threads, possibly after the app has ended."""
+        """Post an event to the main screen. The engine's threads call this method, possibly after the app has ended."""
         if isinstance(event, events.HeadersRead | events.ModelReady):
             self.controller.experiment.prepare(event.tree)
         with contextlib.suppress(RuntimeError):  # the app has ended, and its event loop is closed

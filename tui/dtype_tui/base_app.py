@@ -82,7 +82,9 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read after a key press, if the message is old enough. surely: mark it even if it is newer."""
+        """After a key press, mark the newest message as read if the message has been shown for at least `READ_S` seconds. surely:
+        mark the message as read even if it was shown for less time.
+        """
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
             self._read = said[-1]
@@ -98,7 +100,10 @@ class BaseApp(App[ReturnType]):
         return "Esc quits"
 
     def action_help_quit(self) -> None:
-        """Show which key quits: Ctrl+C copies instead. Textual's own message contains markup and names a key that is not in use."""
+        """Tell the user which key quits after Ctrl+C, which copies text in this app.
+
+        Textual's own message contains markup and names a key that is not in use.
+        """
         self.notify(self.quit_words, markup=False)
 
     def pop_screen(self) -> AwaitComplete:

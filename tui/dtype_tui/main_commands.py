@@ -20,7 +20,7 @@ from dtype_tui.widgets.tree_rows import ORDERS
 
 
 class CommandWords:
-    """The commands that act on the tree and the controller. Each raises UserError for invalid arguments."""
+    """The commands of the `:` line that act on the tree and the controller. Each raises UserError for invalid arguments."""
 
     def __init__(self, controller: Controller, tree: ModuleTree) -> None:
         self._controller = controller
@@ -52,7 +52,7 @@ class CommandWords:
             raise UserError(f"there is no {printable(name, 200)} in this model")
 
     def sort_by(self, order: str) -> None:
-        """Sort the children of every node by one of `ORDERS`. Raises UserError for another order."""
+        """Sort the children of every node by one of `ORDERS`. Raises UserError for a text that is not in `ORDERS`."""
         if order not in ORDERS:
             raise UserError(f"children are sorted by {', '.join(ORDERS)}")
         self._tree.sort_by(order)

@@ -63,7 +63,7 @@ class MainScreen(Screen[None]):
         self._wanted_cursor = cursor
         """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
         self._worst = ""
-        """The node that the key for the worst module last went to."""
+        """The module that the key for the worst module last moved the cursor to."""
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)
         self._words = CommandWords(controller, self.tree_view)
@@ -219,7 +219,11 @@ class MainScreen(Screen[None]):
         self.side.panes[2].show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module with the largest drift. Each further key press goes to the next module, after the last to the first."""
+        """Go to the module with the largest drift.
+
+        Each further press of the key goes to the module with the next smaller drift and, from the module with the smallest drift,
+        back to the first.
+        """
         names = [drift.name for drift in self.experiment.results.worst_modules()]
         if not names:
             self.say("no module drifts yet", "information")

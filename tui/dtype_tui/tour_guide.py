@@ -59,7 +59,10 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """Close the offer of the tour if this action should, and return whether it did. If so, the action must do nothing else."""
+        """If the tour is being offered and this action stops things, close the offer and return True.
+
+        The action must then have no other effect. Otherwise, return False.
+        """
         if not self._offers or action != "stop":
             return False
         self._offers = False

@@ -99,7 +99,10 @@ class Windows:
         )
 
     def scan(self) -> None:
-        """Open the setup of a scan, or its current results. Open nothing while the scan has no results."""
+        """Open the window that sets up a scan or, if there is a scan, the window with its current results.
+
+        Open nothing while the scan has no results.
+        """
         match self._controller.next_of_scan():
             case "choose":
                 self._choose_scan()
@@ -175,7 +178,7 @@ class Windows:
         self._push(JobsScreen(self._controller.activity, stop))
 
     def help(self, chosen_keys: Mapping[str, str], side: SidePanes) -> None:
-        """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms it explains."""
+        """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms the help explains."""
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
         words = [(str(pane.border_title), pane.HELP) for pane in side.panes]

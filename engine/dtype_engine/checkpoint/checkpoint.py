@@ -40,7 +40,7 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     """The merged metadata of all safetensors headers."""
     form: Form = "safetensors"
-    """The kind of reader that the files need."""
+    """The kind of reader that the checkpoint's files need."""
     values: Mapping[str, Any] | None = None
     """The tensors' values by name, if reading the headers has also mapped the values into memory. This is so for pickles."""
     base: str | None = None

@@ -35,11 +35,13 @@ class IndexReport:
     moved: tuple[tuple[str, str, str], ...] = ()
     """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is in another file."""
     unnamed: tuple[str, ...] = ()
-    """Tensors that are in the index's files but not in the index."""
+    """Names of the tensors that are in the index's files but not in the index."""
 
     @property
     def coverage(self) -> Coverage:
-        """The number of tensors in the index and in left-out files, and the names of those that none of the index's files holds."""
+        """The number of all tensors that are in the index or in left-out files, and the names of those that no file of the index
+        holds.
+        """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
         return Coverage(self.found + len(absent) + len(beside), absent + beside)
@@ -88,7 +90,8 @@ def compare_index(
 ) -> IndexReport:
     """Compare an index with the tensors in the files that it names.
 
-    A file counts as left out if its name begins like those of the index's files and it holds tensors that these files lack.
+    A file in the folder that the index does not name counts as left out if two conditions hold: its name begins like the names of
+    the index's files, and it holds tensors that these files lack.
     """
     missing = [(name, file) for name, file in weight_map.items() if name not in tensors]
     moved = [

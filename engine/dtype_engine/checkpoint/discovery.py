@@ -12,7 +12,8 @@ from dtype_engine.checkpoint.source import hub_cache
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
 _MOST = 200
-"""Maximum number of a folder's entries that are examined, and maximum number of models listed from the cache."""
+"""Maximum number of entries of a folder that are examined. It is also the maximum number of models from the cache that are listed.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,8 +42,8 @@ def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
     """Check that an export can be written to `target`. Returns the absolute path of `target`. Raises UserError if the folder is not
     empty or can't be created.
 
-    force: whether to replace an existing export of this program. No other folder is ever replaced, no folder with a file of `keep`,
-    and not the current working directory.
+    force: whether to replace an existing export of this program. A folder is never replaced if it is not such an export, if it
+    contains a file of `keep`, or if it is the current working directory.
     """
     target = target.expanduser().absolute()
     if not target.name:

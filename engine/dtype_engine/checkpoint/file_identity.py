@@ -1,7 +1,7 @@
-"""Detects that a file has changed since it was opened. A later read would otherwise mix the contents of two files, or fail.
+"""Detects that a file has changed since it was opened. Otherwise, a later read would mix the contents of two files, or fail.
 
-Weights are mapped, so they are read long after their headers. The file's device, inode, size and modification time show whether
-another program has replaced, changed or truncated it in the meantime.
+Weights are mapped into memory, so they are read long after the headers of their files. The file's device, inode, size and
+modification time show whether another program has replaced, changed or truncated the file in the meantime.
 """
 
 from __future__ import annotations

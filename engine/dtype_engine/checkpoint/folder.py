@@ -147,7 +147,8 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a map from each tied weight's name that only a file's metadata has to the name of the tensor that the file holds.
+    """Return the names of tied weights that the file's tensors lack, each with the name of the tensor in the file that holds its
+    values.
 
     safetensors' `save_model` writes a tied weight once. The metadata maps each name that was left out to the name that was kept.
     """

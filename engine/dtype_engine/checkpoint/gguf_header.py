@@ -20,7 +20,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes per value of each numeric type, by the number that GGUF gives the type."""
+"""Bytes per value of each numeric type. The keys are the numbers by which GGUF identifies types."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
@@ -149,7 +149,7 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Skip this many strings. A fast loop is needed, because the strings of a vocabulary are the largest part of a header."""
+        """Skip this many strings. The loop must be fast, because the strings of a vocabulary are the largest part of a header."""
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Checks whether a checkpoint fits into this machine's memory. This does not need torch."""
+"""Checks whether a checkpoint fits into this machine's memory. Does not import torch."""
 
 from __future__ import annotations
 

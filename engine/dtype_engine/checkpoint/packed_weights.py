@@ -19,7 +19,7 @@ _BYTES = frozenset({"int8", "uint8"})
 _WORDS = frozenset({"int32", "uint32"})
 _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(r"scale|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$")
-"""Matches the last part of a tensor's name if the tensor is a scale or another companion of its module's codes."""
+"""Matches the last part of a tensor's name if the tensor accompanies the codes of its module, for example as their scales."""
 
 
 class Stored(Protocol):
@@ -27,11 +27,11 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype."""
+        """torch's name of the tensor's dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape in the file."""
+        """The tensor's shape in the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ class Layout:
     """The names that one program gives to a quantised weight's tensors. Each name is a stem followed by one of these suffixes."""
 
     what: str
-    """A description that completes "a weight that is ..."."""
+    """Words that complete the sentence "a weight that is ...", to describe the weight to the user."""
     codes: str
     scale: str
     """The suffix of the scales, without which the codes can't be read."""
     dtypes: frozenset[str]
     """The dtypes that codes may have. A tensor of another dtype under the same name is a plain weight."""
     more: tuple[str, ...] = ()
-    """Suffixes of further, optional parts."""
+    """Suffixes of optional parts besides the codes and the scales."""
     beside: tuple[str, ...] = ()
-    """Suffixes of further parts that follow the module's name instead of the stem."""
+    """Suffixes of optional parts whose names consist of the module's name and the suffix, instead of the stem and the suffix."""
     alone: tuple[str, ...] = ()
     """Suffixes that no plain tensor has. A tensor with such a suffix is part of a quantised weight, even if other parts are
     missing.
@@ -167,7 +167,9 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Map the name of each tensor that is part of a weight quantised by another program to the reason why it is never cast."""
+    """For each tensor that is part of a weight quantised by another program, map the tensor's name to the reason why it is never
+    cast.
+    """
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):

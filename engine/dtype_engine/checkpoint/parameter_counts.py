@@ -1,7 +1,7 @@
 """Computes the number of parameters in each part of a quantised weight, from names, shapes and the configuration.
 
-The packings are those of the layouts in `packed_weights`, from the same sources. If a configuration names several bit widths, the
-width whose groups match the number of scales is used.
+How parameters are packed depends on the layout; the layouts and their sources are those of `packed_weights`. If a configuration
+names several bit widths, the one whose groups match the number of scales is used.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Count = int | Literal["unknown"] | None
 def parameters_meant(
     tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """Return the number of parameters that each part of a quantised weight represents, by the part's name. It is 0 for scales, zero
-    points and descriptions.
+    """Return the number of parameters that each part of a quantised weight represents, by the part's name.
 
-    parts: the names of the parts. tensors: all tensors, with their shapes in the files.
+    The number is 0 for scales, zero points and descriptions. parts: the names of the parts. tensors: all tensors, with their shapes
+    in the files.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):
@@ -85,7 +85,7 @@ def _last(tensor: Stored) -> int:
 
 
 def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters in an MLX weight. The configuration may set bits and group size for single modules."""
+    """Return the number of parameters in an MLX weight. The configuration may set bits and group size for individual modules."""
     declared = config.get("quantization") or config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return "unknown"

@@ -13,7 +13,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
 MOST_OPCODES = 5_000_000
-"""Maximum number of opcodes in one pickle. A state dict has about 45 per tensor, so this allows more than 100,000 tensors."""
+"""Maximum number of opcodes in one pickle. A state dict has about 45 opcodes per tensor, so more than 100,000 tensors are allowed.
+"""
 _LEGACY_PICKLES = 5
 """Number of pickles before the raw bytes in torch's old format: magic number, version, machine, object and storage keys."""
 
@@ -38,8 +39,8 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 def check_legacy(path: Path) -> None:
     """Check the number of opcodes in a file of torch's old format or in any bare pickle.
 
-    Damage is ignored here, because torch's reader reports it. Raises UserError for too many opcodes, and OSError for an unreadable
-    file.
+    Raises UserError for too many opcodes, and OSError for an unreadable file. A damaged file raises nothing, because torch's reader
+    reports the damage later.
     """
     with open_regular(path) as file:
         for _ in range(_LEGACY_PICKLES):

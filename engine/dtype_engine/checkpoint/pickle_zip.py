@@ -20,7 +20,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
 _LARGEST_PICKLE = 100_000_000
-"""Maximum size in bytes of a compressed data.pkl after inflation. A safetensors header has the same limit."""
+"""Maximum size in bytes of data.pkl after decompression, if it is compressed. A safetensors header has the same limit."""
 _MOST_DEFLATED = 1032
 """The maximum compression ratio of deflate according to zlib. It may be exceeded slightly in the first bytes."""
 _LOCAL = struct.Struct("<4s22xHH")
@@ -93,7 +93,10 @@ def refuse_cut_zip(path: Path) -> None:
 
 
 def is_compressed(path: Path) -> bool:
-    """Return whether a file is a zip archive with compressed records. These must not be mapped: their bytes are not the weights."""
+    """Return whether a file is a zip archive with compressed records.
+
+    Such an archive must not be mapped, because its bytes are not the weights.
+    """
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:

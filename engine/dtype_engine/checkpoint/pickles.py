@@ -45,7 +45,7 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """The contents of pickles: headers and tensors, each under all of a tensor's names. `aliases` maps a tensor's further names to
+    """The contents of pickles: headers and tensors, under all names of each tensor. `aliases` maps a tensor's further names to
     its first name. `notices` are sentences that the user should see.
     """
 
@@ -127,7 +127,10 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return a key that two tensors share if they view the same memory in the same way, or None for a tensor without such a key."""
+    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype.
+
+    Returns None for a tensor that has no memory of this kind, such as a sparse or an empty one.
+    """
     import torch
 
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
@@ -179,7 +182,9 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let imports find code in the current folder, as `python` does: a trusted pickle may name its author's modules."""
+    """Let imports find code in the current folder, as `python` does, because a trusted pickle may name modules that its author
+    wrote.
+    """
     here = os.getcwd()
     added = here not in sys.path
     if added:
@@ -197,7 +202,10 @@ def _first_byte(path: Path) -> bytes:
 
 
 def _refused(path: Path, error: Exception) -> str:
-    """Return the sentence that refuses a pickle because it holds objects other than tensors. It names one of them, if known."""
+    """Return the sentence that refuses a pickle because the pickle holds objects other than tensors.
+
+    The sentence names one of the objects, if one is known.
+    """
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
         if marker in text:
@@ -243,8 +251,10 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the mapping with the most tensors in the loaded object. Returns it and its path, such as `model.state_dict`, or "" for
-    the object itself. The search ends at the first mapping with a usual name.
+    """Find the mapping with the most tensors in the loaded object.
+
+    Returns the mapping and its path, such as `model.state_dict`, or "" for the object itself. The search ends at the first mapping
+    whose key is a usual name for weights.
     """
     best, most, entry = loaded, _count(loaded), ""
     level = [("", loaded)]
@@ -261,7 +271,10 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping that is a direct entry of a given mapping. Those with usual names come first."""
+    """Yield (path, mapping) for each mapping that is a direct entry of a mapping in `level`.
+
+    Entries with usual names for weights come first.
+    """
     from torch import nn
 
     for place, mapping in level:
@@ -301,8 +314,8 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""A view is refused if it has more bytes than the first number and repeats its storage more often than the second: no weight is
-such a view, and reading it would take days.
+"""Two limits for views of a storage: bytes, and repeats of the storage. A view that exceeds both is refused: no weight is such a
+view, and reading the view would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
@@ -311,7 +324,9 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """Return the number of tensors in a pickle's mappings and lists other than `chosen`, and the path of the first of them."""
+    """Return the number of tensors that are in other mappings or lists of a pickle than `chosen`, and the path of the first of
+    them.
+    """
     import torch
 
     waiting: deque[tuple[Any, str]] = deque([(loaded, "")])

@@ -1,8 +1,8 @@
 """Checks that a configuration and the tensors next to it can belong to one model, by their numbers alone.
 
 `config.json` determines the time and memory for building a module, so a file of a few bytes could demand any amount. A module has
-at least one tensor per layer, and at least one tensor with as many elements as the module is wide. So the headers of the weights
-limit the numbers of a genuine configuration.
+at least one tensor per layer, and at least one tensor with as many elements as the module is wide. The shapes in the headers
+therefore limit the numbers that a genuine configuration can contain.
 """
 
 from __future__ import annotations

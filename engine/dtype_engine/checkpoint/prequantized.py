@@ -18,20 +18,22 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 SCALED_KEY = "dtype_engine.scaled."
-"""Prefix of metadata keys in an exported file. The tensor's name follows; the value is the tensor's storage-only dtype."""
+"""Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with codes. The value is the format of
+the codes, such as `float8_e4m3fn`.
+"""
 SHAPE_KEY = "dtype_engine.shape."
-"""Prefix of metadata keys in an exported file. The name of a tensor with packed codes follows; the value is the weight's shape,
-such as `16,128`.
+"""Prefix of metadata keys in an exported file. A key is this prefix and the name of a tensor with packed codes. The value is the
+weight's shape, such as `16,128`.
 """
 OWN_SUFFIX = "_quantized"
-"""Suffix of the name of codes that compressed-tensors can't express, such as `weight_quantized` for `weight`. Other loaders would
-silently read codes named `weight` as values.
+"""Suffix of the name of codes in a format that compressed-tensors can't express: `weight_quantized` for `weight`. If the codes were
+named `weight`, other loaders would silently read them as values.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A storage-only weight of an exported checkpoint."""
+    """A weight that an exported checkpoint stores as codes with scales."""
 
     dtype: str
     """The dtype's name in `core.dtypes`, which may end in `@tensor`."""
@@ -77,7 +79,7 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """Return one weight, or None if its tensors are not those that its dtype requires."""
+    """Return one weight, or None if a tensor that the weight's dtype requires is missing or has the wrong dtype or size."""
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -108,7 +110,9 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return the names that a weight's codes may have: the name that other programs read, and the name in this program's layout."""
+    """Return the names that the codes of a weight may have: the name that other programs read, and the name that only this program
+    reads.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
@@ -120,7 +124,7 @@ def input_scale_name(name: str) -> str:
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """Return the tensors in a file that form a weight of `shape` in a storage dtype."""
+    """Return the tensors in a file that store a weight of `shape` in a format with codes and scales."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

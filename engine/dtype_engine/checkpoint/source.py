@@ -1,4 +1,4 @@
-"""Resolves MODEL on the command line to a checkpoint or to Python code, without importing torch."""
+"""Resolves the argument MODEL of the command line to a checkpoint or to Python code, without importing torch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Source:
         return checkpoint.tree(), True
 
     def refuse_other_options(self, options: Options) -> None:
-        """Raise UserError if an option was given that does not apply to this kind of model."""
+        """Raise UserError if an option was given that does not apply to a source of this kind (a checkpoint or Python code)."""
         if self.kind == "checkpoint" and options.weights is not None:
             raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
         if self.kind == "python" and options.architecture is not None:
@@ -138,7 +138,10 @@ def is_python(model: str | None) -> bool:
 
 
 def _path(model: str | None) -> Path:
-    """Convert a text to a path. Raises UserError if this is impossible: it is too long, or names an unknown user's home folder."""
+    """Convert a text to a path.
+
+    Raises UserError if the text can't be a path: it is too long, or names an unknown user's home folder.
+    """
     if model is None:
         return DEMO
     try:
@@ -197,7 +200,9 @@ def _downloaded(model: str) -> Path:
 
 
 def hub_cache() -> Path:
-    """Return the Hugging Face hub's cache folder, from huggingface_hub's environment variables. Importing that library is slow."""
+    """Return the Hugging Face hub's cache folder, from the environment variables that huggingface_hub reads. huggingface_hub itself
+    is not imported, because its import is slow.
+    """
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")
@@ -205,7 +210,10 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the cached snapshot of revision `main` or, without it, the only snapshot. Returns None if none or several exist."""
+    """Return the cached snapshot of revision `main`.
+
+    If this revision is not cached, return the only snapshot, or None if there is none or several.
+    """
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text().strip()

@@ -1,4 +1,4 @@
-"""Finds the weights files of a folder by the names that libraries give them. An index is untrusted."""
+"""Finds the weights files of a folder by the names that libraries give them. The content of an index file is untrusted."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _LARGEST_JSON = 100_000_000
 
 
 def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """Return the tensors and metadata of several files together. Raises UserError, also if two files have tensors of the same
-    name.
+    """Return the tensors and metadata of several files together.
+
+    Raises UserError if a file can't be read, or if two files have tensors of the same name.
     """
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
@@ -79,8 +80,8 @@ _VARIANT_FILE = re.compile(
 
 
 def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
-    """Return the files of a variant, such as `save_pretrained(variant="fp16")` writes, or None if the folder has no variant. Raises
-    UserError for several variants, since the folder does not say which one to open.
+    """Return the weights files of a variant, such as those that `save_pretrained(variant="fp16")` writes, or None if the folder has
+    no variant. Raises UserError for several variants, because the folder does not say which one to open.
     """
     variants = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
     if not variants:
@@ -103,7 +104,7 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
 
 
 def index_of(folder: Path) -> Path | None:
-    """Return the safetensors index that `find_weight_files` uses, or None if it uses none."""
+    """Return the safetensors index that `find_weight_files` reads for a folder, or None if it reads none."""
     path = folder / INDEX
     return path if path.exists() else None
 

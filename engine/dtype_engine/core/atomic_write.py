@@ -83,7 +83,10 @@ def _rename_new(temporary: str, path: Path) -> None:
 
 
 def fsync_dir(folder: Path) -> None:
-    """Flush a folder's entries to disk, so that a new file name survives a power failure. Does nothing if this is unsupported."""
+    """Flush a folder's entries to disk, so that a new file name survives a power failure.
+
+    Does nothing on a system that can't flush folders.
+    """
     try:
         number = os.open(folder, os.O_RDONLY)
     except OSError:

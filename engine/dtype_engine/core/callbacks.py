@@ -10,7 +10,8 @@ T = TypeVar("T")
 class Fixed(Generic[T]):
     """A callback that accepts any arguments and always returns the same value.
 
-    Its `repr` is its name, so `help()` shows this name where the callback is a default. A function would show its address.
+    Its `repr` is its name, so `help()` shows this name for an argument whose default is the callback. For an ordinary function,
+    `help()` would show an address.
     """
 
     def __init__(self, name: str, value: T) -> None:

@@ -10,16 +10,17 @@ from dtype_engine.core.callbacks import Fixed
 _POLL_S = 0.05
 
 IsCancelled = Callable[[], bool]
-"""A function that returns whether the work must stop. It is called often, so it must be quick."""
+"""A function that returns whether the work must stop. The work calls this function often, so the function must be quick."""
 
 
 never = Fixed("never", False)
-"""The default for `cancelled` arguments, which never stops the work."""
+"""The default for arguments named `cancelled`. It always returns False, so the work is never stopped."""
 
 
 class CancelToken:
-    """A token that pauses, resumes or stops work from any thread. The work calls the token, as `cancelled()`, between its steps.
-    While the work is paused, this call blocks.
+    """Pauses, resumes or stops work from any thread. Between its steps, the work calls the token as its function `cancelled`.
+
+    While the work is paused, this call does not return.
     """
 
     def __init__(self) -> None:

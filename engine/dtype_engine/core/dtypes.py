@@ -1,9 +1,9 @@
 """The table of dtypes: names, bits, range, and the blocks of storage formats. This module never imports torch.
 
-Names are torch's. A storage dtype has one scale for each output channel or, if its name ends in `@tensor`, one for the whole
-tensor. Formats with a scale for each block have the names that quantisers and runtimes use; `block_formats` describes their blocks.
-Ranges are from the definitions of the formats (IEEE 754; OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them
-with `torch.finfo` and `ml_dtypes`.
+Names are torch's. A storage dtype is a dtype that is only stored and not computed in, such as float8 or int8. It has one scale for
+each output channel or, if its name ends in `@tensor`, one for the whole tensor. Formats with a scale for each block have the names
+that quantisers and runtimes use; `block_formats` describes their blocks. Ranges are from the definitions of the formats (IEEE 754;
+OCP FP8 for the float8 types; OCP MX for 4 and 6 bits); tests compare them with `torch.finfo` and `ml_dtypes`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
-"""A rule can name this in place of a dtype. The tensors that it matches then keep their dtypes in the checkpoint."""
+"""The word that a rule may give in place of a dtype. The tensors that the rule selects then keep the dtypes that they have in the
+checkpoint.
+"""
 
 
 PER_TENSOR = "@tensor"
@@ -34,7 +36,7 @@ class DType:
     bits: int
     kind: Literal["float", "int", "bool", "complex"]
     safetensors: str | None
-    """The name in a safetensors header, or None if safetensors lacks this dtype."""
+    """The dtype's name in a safetensors header, or None if safetensors lacks this dtype."""
     exponent: int = 0
     """The number of exponent bits."""
     mantissa: int = 0
@@ -51,7 +53,9 @@ class DType:
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype in memory while a model runs: of the values or, in a storage format, of the one-byte codes."""
+        """torch's name for the dtype in memory while a model runs: the dtype of the values or, in a format with codes and scales,
+        of the codes.
+        """
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -152,11 +156,13 @@ BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes in which a forward pass can compute, largest first."""
 WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
-"""Formats with one-byte codes and a float32 scale per output channel or per tensor; see `runtime/numerics/quantize.py`."""
+"""Formats with one-byte codes and a float32 scale for each output channel or for the whole tensor; see
+`runtime/numerics/quantize.py`.
+"""
 BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
 """Formats with codes and a scale for each block; see `runtime/formats/`."""
 STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
-"""Formats with codes and scales, whose weights are dequantized to a compute dtype when used."""
+"""Formats with codes and scales. A weight in such a format is dequantized to a dtype of `COMPUTE_DTYPES` when it is used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """All dtypes that a rule may cast to, apart from `STORED`."""
 
@@ -214,16 +220,18 @@ def completions(begun: str) -> list[str]:
 
 
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a storage dtype.
+    """Return whether a tensor of this shape gets one scale per output channel (its first dimension) in a format with scales, such
+    as int8.
 
-    A tensor with two or more dimensions does, unless the dtype is `@tensor` or has blocks. A vector or scalar gets a single scale.
+    A tensor with two or more dimensions does, unless the dtype's name ends in `@tensor` or the dtype has blocks. A vector or scalar
+    gets a single scale.
     """
     row = BY_NAME[dtype]
     return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
-    """Return how many scales a tensor of this shape has in a storage dtype, not counting NVFP4's additional tensor scale."""
+    """Return how many scales a tensor of this shape has in a format with scales, not counting NVFP4's additional tensor scale."""
     blocks = BY_NAME[dtype].blocks
     if blocks is not None:
         return math.prod(scale_grid(shape, blocks))
@@ -231,7 +239,9 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether a format's blocks do not divide a tensor of this shape, so that the last blocks are shorter."""
+    """Return whether the last blocks of a tensor of this shape are shorter, because the format's block size does not divide the
+    shape.
+    """
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)
 
@@ -268,7 +278,9 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`, or float32 if there are none."""
+    """Return the smallest dtype of `COMPUTE_DTYPES` that holds all values of those dtypes in `stored` that are also in
+    `COMPUTE_DTYPES`. Returns float32 if there are none.
+    """
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:
         return "float32"

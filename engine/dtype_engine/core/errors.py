@@ -29,7 +29,10 @@ class UserError(Exception):
 
     @property
     def sentence(self) -> str:
-        """Return the message with its placeholders for hints. The app replaces them with keys, the command line with options."""
+        """Return the message, which may contain placeholders for hints.
+
+        The app replaces each placeholder with a key, the command line with an option.
+        """
         return super().__str__()
 
     def __str__(self) -> str:
@@ -60,7 +63,7 @@ class TooSlow(PatternError):
 
 
 class NoForward(UserError):
-    """This model can't be run here. The message says why, and what would make a forward pass possible.
+    """Raised if a model's forward pass can't be run. The message says why, and what would make a forward pass possible.
 
     Example:
         >>> import torch
@@ -100,7 +103,7 @@ class KernelError(UserError):
 
 
 class OutOfReach(UserError):
-    """The limit or target that the user set can't be met. On the command line the exit status is 1."""
+    """Raised if a limit or target that the user set can't be met. The command line then exits with status 1."""
 
 
 class Cancelled(Exception):

@@ -29,7 +29,7 @@ _UNLOCKED_S = 60.0
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock an empty folder while the block runs. The block may fill and rename the folder."""
+    """Lock an empty folder until the `with` block ends. Code in the block may fill and rename the folder."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks

@@ -23,7 +23,10 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights in the fused group of `name`, even those that the model lacks, or () if there is no group."""
+    """Return the names of all weights in the fused group of `name`, including weights that the model lacks.
+
+    Returns () if there is no group.
+    """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
         return ()
@@ -54,7 +57,10 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights in `names` that would share one tensor scale with `name` if all were in `dtype`, or () if none would."""
+    """Return the weights in `names` that would share one tensor scale with `name` if all weights were in `dtype`.
+
+    Returns () if there are none.
+    """
     if not _has_tensor_scale(dtype):
         return ()
     group = tuple(member for member in siblings(name) if member in names)
@@ -72,6 +78,9 @@ def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Return whether a group's weights have different formats, at least one a storage format. No fused kernel supports this."""
+    """Return whether the weights of a group have different formats, at least one of which has scales.
+
+    No fused kernel supports such a group.
+    """
     formats = {planned[member] for member in group}
     return len(formats) > 1 and not formats.isdisjoint(dtypes.STORAGE_DTYPES)

@@ -1,6 +1,7 @@
 """Hints in messages. A hint says what the user can do: it names an option on the command line and a key in the app.
 
-A message contains a placeholder, as in "m takes no sounds; {hint:no-sound}". `fill_hints` replaces it when the message is shown.
+A message contains a placeholder for the hint, as in "m takes no sounds; {hint:no-sound}". `fill_hints` replaces the placeholder
+when the message is shown.
 """
 
 from __future__ import annotations
@@ -27,6 +28,6 @@ def hint(name: HintName) -> str:
 
 
 def fill_hints(sentence: str, words: Mapping[HintName, str]) -> str:
-    """Return a message with its hint placeholders replaced. Other braces, such as those in a file name, stay."""
+    """Return a message with its hint placeholders replaced. Other text in braces, such as in a file name, is unchanged."""
     by_name = {str(name): text for name, text in words.items()}
     return _PLACE.sub(lambda found: by_name.get(found[1], found[0]), sentence)

@@ -78,8 +78,9 @@ def parse_inputs_line(options: Options, line: str) -> Options:
 
 
 def _paths(text: str) -> list[Path] | None:
-    """Return the files in a line, or None if it is a prompt. Raises UserError if all words look like files but a file is
-    missing.
+    """Return the files that a line names, or None if the line is a prompt.
+
+    Raises UserError if all words look like files but a file is missing.
     """
     whole = Path(text).expanduser()
     if _exists(whole):

@@ -7,10 +7,10 @@ from functools import partial
 
 
 def part_of(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int) -> Callable[[int], None]:
-    """Return a callback for one part of a job. Given the work done in the part, it calls `on_progress(what, done, total)` with the
-    work done in the whole job.
+    """Return a progress callback for one part of a job.
 
-    before: the work that the job had done when the part began.
+    When the callback is given the work done in the part, it calls `on_progress(what, done, total)` with the work done in the whole
+    job. before: the work that the job had done when the part began.
     """
     return partial(_report, on_progress, what, before, total)
 

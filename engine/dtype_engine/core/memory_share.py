@@ -1,4 +1,4 @@
-"""Limits the memory that this process uses for caches, whose contents it could compute again."""
+"""Limits the memory that this process uses for caches, whose contents can be computed again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _processes = 1
 
 
 def share_memory(processes: int) -> None:
-    """Set how many processes share the machine's memory. Each then gets an equal part of the budget."""
+    """Set how many processes share the machine's memory. Each process then gets an equal part of the budget for caches."""
     global _processes
     _processes = processes
 

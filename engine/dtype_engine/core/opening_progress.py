@@ -1,4 +1,7 @@
-"""Reports the progress of opening a model. Imports take nearly all of the time, so progress is the number of imported modules."""
+"""Reports the progress of opening a model.
+
+Importing Python modules takes nearly all of the time, so progress is measured by the number of modules that have been imported.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import threading
 from collections.abc import Callable
 
 _MODULES = {"checkpoint": 3000, "python": 1300}
-"""The approximate number of Python modules that have been imported once a model of each kind is open. transformers 5.23 imports
-3,003. A Python file that builds its own model may not import transformers.
+"""For each kind of model, the approximate number of Python modules that have been imported when the model is open. transformers
+5.23 alone imports 3,003. The number for a model in a Python file is lower, because the file may not import transformers.
 """
 _INTERVAL_S = 0.2
 _MOST = 0.95
 """The largest fraction of the opening progress that imports may account for; building the model and its inputs comes later."""
 
 READING_INPUTS = "reading the inputs"
-"""The name of the last step. Its time depends on the length of the inputs and not on imports, so its total is unknown."""
+"""The name of the last step of opening a model, which prepares the inputs. Its time depends on the length of the inputs and not on
+the number of imports, so its total is unknown.
+"""
 
 
 class OpeningProgress:

@@ -21,7 +21,9 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which storage-only weights are dequantized if no activation determines the dtype."""
+    """The dtype to which weights that are only stored in their format, such as float8 or int8, are dequantized if no activation
+    determines the dtype.
+    """
     autocast: Literal["bfloat16", "float16"] | None = None
     """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""
     float_inputs: Literal["given", "model"] = "given"
@@ -29,8 +31,8 @@ class RunSettings:
     `inputs.to(model.dtype)` does.
     """
     quantize_activations: Literal["none", "weights"] = "none"
-    """Whether the input of each matrix product with a quantised weight is also rounded to the weight's format ("weights"), as in
-    runtimes that serve W8A8 and W4A4.
+    """Whether activations are quantised. "weights": the input of each matrix product with a quantised weight is rounded to the
+    weight's format, as in runtimes that serve W8A8 and W4A4. "none": inputs are not rounded.
     """
     classes_dim: ClassesDim = "auto"
     """The dimension of the main output along which the logits of a distribution over classes or tokens lie. It is counted from 0,
@@ -38,7 +40,10 @@ class RunSettings:
     """
 
     def of_weights(self) -> RunSettings:
-        """Return these settings without autocast and `float_inputs`, which concern no single weight. Used for scans and causes."""
+        """Return these settings without autocast and `float_inputs`, which do not concern single weights.
+
+        Scans and the search for causes run with the returned settings.
+        """
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
@@ -63,9 +68,11 @@ class Options:
     device: str = "auto"
     """The torch device: "cpu", "cuda", or "auto", which is cuda if cuda works."""
     prompts: tuple[str, ...] = ()
-    """Calibration prompts. Each is one sequence, or several if it is long."""
+    """Calibration prompts. Each prompt is one sequence, or several sequences if it is long."""
     texts: tuple[Path, ...] = ()
-    """Calibration text files, split like prompts. Each line of a `.jsonl` file is an object with `text`, `prompt` or `messages`."""
+    """Calibration text files, split into sequences like prompts. Each line of a `.jsonl` file is an object with `text`, `prompt` or
+    `messages`.
+    """
     chat: bool = False
     """Whether to format each prompt as a user's message with the tokenizer's chat template."""
     sequence_length: int | None = None
@@ -85,7 +92,9 @@ class Options:
     trust_pickle: bool = False
     """Whether to allow unpickling the model's files, which can run any code that they contain."""
     random_weights: bool = False
-    """Whether to run a model with random values for weights that its files lack. If not, such a model opens but can't run."""
+    """Whether to run a model with random values for weights that its files lack. If False, a model that lacks weights opens but
+    can't run.
+    """
     download: bool = False
     """Whether to download a model that is not in the local cache."""
     trust_remote_code: bool = False
@@ -93,16 +102,19 @@ class Options:
     reference_bytes: int | None = None
     """Maximum number of bytes of reference outputs kept for later measurements. If None, 1/4 of the free memory, at most 2 GiB."""
     precision: float | None = None
-    """The relative standard error of the drift at which a measurement stops. If None, all inputs are run."""
+    """The relative standard error of the drift. A measurement stops when it has reached this error. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor. "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
     """
     modules: Literal["some", "exact"] = "some"
-    """On which sequences modules' outputs are compared. "some": on the first, and on up to 1/6 of the inputs. "exact": on all."""
+    """On which sequences modules' outputs are compared. "some": on the first sequence, and on up to 1/6 of all sequences. "exact":
+    on all sequences.
+    """
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
-    """The number of threads that torch computes with. If None, torch's default."""
+    """The number of threads that torch uses for computing. If None, torch's default number."""
     workers: int | str | None = None
-    """Where the app runs scans, causes and measurements of several recipes. A number: in this many processes. An address such as
-    `tcp://HOST:8786`: on the cluster there. None: in the app's single engine. A `Session` always works in its own process.
+    """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
+    address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in
+    its own process.
     """

@@ -16,7 +16,7 @@ _SLURM = "SLURM_ARRAY_TASK_"
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `count` shares of the work; `number` counts from 1."""
+    """One of the `count` shares into which work is split. `number` says which of them it is, counted from 1."""
 
     number: int
     count: int
@@ -51,7 +51,10 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return this shard's share of `parts`: every `count`-th part. Neighbours take similar time, so all shares do."""
+        """Return this shard's share of `parts`: every `count`-th part.
+
+        Neighbouring parts take similar time, so all shares take similar time.
+        """
         return parts[self.number - 1 :: self.count]
 
 

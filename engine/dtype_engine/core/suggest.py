@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _LONGEST = 200
-"""Maximum length in characters of a name to compare. The time grows with the square of the length, and typed names are shorter."""
+"""Maximum length in characters of a name to compare. The time of a comparison grows with the square of the length. Typed names are
+shorter than this.
+"""
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the known name most similar to `word` in lower case, or None if no similarity (0 to 1, by `difflib`) is `cutoff`."""
+    """Return the known name that is most similar to `word` in lower case.
+
+    Returns None if no known name has a similarity (0 to 1, by `difflib`) of at least `cutoff`.
+    """
     import difflib  # imported only when there is a mistake to correct
 
     if len(word) > _LONGEST:

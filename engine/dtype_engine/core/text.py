@@ -15,7 +15,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Return the whole `text` with the characters that `printable` escapes escaped, except line breaks."""
+    """Escape the same characters as `printable`, except line breaks, and return the whole text."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 

@@ -19,7 +19,7 @@ class Throttle:
         self._last = -math.inf if first else time.perf_counter()
 
     def due(self, last: bool = False) -> bool:
-        """Return whether a report is due now. last: whether this is the final report, which is always due."""
+        """Return whether a report is due at this moment. last: whether this is the final report, which is always due."""
         now = time.perf_counter()
         if not last and now - self._last < self._every * INTERVAL_S:
             return False

@@ -1,7 +1,7 @@
 """A model's modules and tensors as a tree, which the screen shows and patterns are matched against. Does not import torch.
 
-A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the live model exists, a second
-tree is built from it (`runtime.model.live`), which adds module classes, tied weights and buffers.
+A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the model is in memory, a
+second tree is built from the model (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations
@@ -36,22 +36,30 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
     """The other names of a tied weight. The weight is one tensor, listed and counted once under `name`."""
     packed_bytes: int | None = None
-    """Bytes as stored, for a dtype whose size only the file format knows, such as GGUF's blocks."""
+    """Bytes of the tensor as stored, if the size of its dtype is known only from the file format, as for GGUF's blocks. Otherwise
+    None.
+    """
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, such as being part of a quantised weight. None if nothing but its dtype prevents a cast."""
+    """Why the tensor is never cast, for example because it is part of a quantised weight. None if there is no reason except
+    possibly the tensor's dtype.
+    """
     quantized: bool = False
-    """Whether the tensor has a storage-only dtype and the file also holds its scales, as in this program's own exports."""
+    """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own
+    exports.
+    """
     made_on_load: bool = False
-    """Whether the model creates this tensor because the files do not hold it. Neither stored nor planned bytes then include it."""
+    """Whether the model creates this tensor because the files do not hold it. If so, the model's stored and planned bytes do not
+    include the tensor.
+    """
     stored_as: tuple[str, ...] = ()
-    """The tensor's names in the files, if they differ from `name`. There are several if the model packs several stored tensors into
-    one. Patterns match `name` and these names.
+    """The tensor's names in the files, if they differ from `name`. The tensor has several names there if the model packs several
+    stored tensors into this one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
     """The number of parameters that a part of a quantised weight represents. If None, each element of the tensor is a parameter."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
-    """Bytes as stored, scales included."""
+    """Bytes of the tensor as stored, scales included."""
 
     def __post_init__(self) -> None:
         # Trees have up to 90,000 tensors and every frame sums over them, so these are computed only once.
@@ -82,7 +90,10 @@ class TensorInfo:
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change the tensor's dtype. Only tensors in a compute dtype and dequantizable blocks are cast."""
+        """Whether a rule may change the tensor's dtype.
+
+        This requires a dtype in which torch can compute, or blocks that can be dequantized.
+        """
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
@@ -143,7 +154,10 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """(dtype, share of the bytes from 0 to 1), largest share first. For a module with only tied weights, their dtypes."""
+        """Pairs (dtype, share of the bytes from 0 to 1), largest share first.
+
+        If all tensors at or below the module are aliases of tied weights, these weights are counted.
+        """
         held = self.nbytes or self.tied
         whole = sum(held.values())
         shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]

@@ -36,7 +36,10 @@ def as_type(data: object, kind: type[T]) -> T:
 
 
 def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
-    """Raise UserError for the first unknown name. The message suggests the nearest known name, or lists all if none is near."""
+    """Raise UserError for the first of `names` that is not in `known`.
+
+    The message suggests the nearest known name, or lists all known names if none is near.
+    """
     for name in names:
         if name not in known:
             near = nearest(str(name), known)
@@ -53,14 +56,19 @@ def as_plain(data: object) -> Any:
 
 
 def path_of(kind: type, value: object) -> Path:
-    """Convert a string to a Path, as msgspec's `dec_hook`. Raises ValueError if `kind` is not Path or `value` is not a string."""
+    """Convert a string to a Path. msgspec calls this function as its `dec_hook`.
+
+    Raises ValueError if `kind` is not Path or `value` is not a string.
+    """
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)
 
 
 def _path_text(value: object) -> str:
-    """Convert a Path to a string. msgspec calls it as `enc_hook`, and requires NotImplementedError for any other value."""
+    """Convert a Path to a string. msgspec calls this function as its `enc_hook`, which must raise NotImplementedError for any value
+    that is not a Path.
+    """
     if not isinstance(value, Path):
         raise NotImplementedError
     return str(value.expanduser().absolute())

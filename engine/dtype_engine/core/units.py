@@ -40,7 +40,10 @@ def change_text(before: int, after: int) -> str:
 
 
 def share_text(count: int, whole: int) -> str:
-    """Return a count and its share of `whole`, as in `1.2 M 3.4 %`. A share below 0.1 % is left out; a count of 0 is `-`."""
+    """Return a count and its share of `whole`, as in `1.2 M 3.4 %`. A share below 0.1 % is left out.
+
+    A count of 0 is written as `-`.
+    """
     if not count:
         return "-"
     share = 100 * count / whole
@@ -60,7 +63,10 @@ def time_left(seconds: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Return a ratio in decibels, such as `46.50 dB`. Infinity becomes `exact`; None, NaN and minus infinity become words, too."""
+    """Return a ratio in decibels, such as `46.50 dB`.
+
+    Infinity is written as `exact`; None, NaN and minus infinity are written as words.
+    """
     if value is None:
         return "not comparable"
     if math.isnan(value):

@@ -41,7 +41,9 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The only key of `measured` whose value is a list: the tensors with values that their cast made infinite or zero."""
+"""The only key of `measured` whose value is a list. The list names the tensors with values that the cast of the tensor made
+infinite or zero.
+"""
 MOST_LOSSES = 1000
 """Maximum number of tensors that a file lists under `lost`."""
 _T = TypeVar("_T")
@@ -57,7 +59,7 @@ class RecipeFile:
     settings: RunSettings | None = None
     """How to run the candidate, or None if the file has no settings."""
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
-    """Metrics of an earlier run by name, except `lost`."""
+    """Metrics of an earlier run, by name. They do not include the entry `lost`."""
     lost: tuple[ValueLoss, ...] = ()
     """The tensors with values that their cast made infinite or zero in the earlier run."""
 
@@ -188,7 +190,7 @@ def write_recipe(
     """Return the text of a recipe file, with one line per rule, in order.
 
     comments: a comment for each rule. units: the units of the metrics in `measured`, by name. lost: the tensors whose casts lose
-    values, which are listed among the metrics.
+    values. The file lists these tensors among the metrics.
     """
     lines = [f"version: {VERSION}"]
     if model:
@@ -228,7 +230,7 @@ def _scalar(text: str) -> str:
 
 
 def _figure(value: Figure) -> str:
-    """Return a metric as YAML. A string is quoted if YAML could interpret it as another type."""
+    """Return a metric as YAML. A metric that is a string is quoted if YAML could read it as another type."""
     if isinstance(value, str):
         return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
     return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()

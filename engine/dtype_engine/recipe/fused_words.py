@@ -45,14 +45,15 @@ def _short(names: Collection[str]) -> str:
 
 
 def layer_name(name: str) -> str:
-    """Return the last part of the name of the layer that holds a weight: `q_proj` for `layers.0.q_proj.weight`."""
+    """Return the last part of the name of the layer that holds a weight: `q_proj` for the weight `layers.0.q_proj.weight`."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "".
+    """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "" if there are
+    none.
 
-    It is called for every row that is drawn, so it examines only the members of the weight's group.
+    This function is called for every row that is drawn, so it examines only the members of the weight's group.
     """
     group = [member for member in siblings(name) if member in planned]
     members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
@@ -60,7 +61,10 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Say with which weights runtimes fuse this weight, and whether they accept the plan. Returns "" if they do not fuse it."""
+    """Return words that say with which weights runtimes fuse this weight, and whether runtimes accept the plan.
+
+    Returns "" if runtimes do not fuse the weight.
+    """
     group = [member for member in siblings(name) if member in planned]
     if len(group) < 2:
         return ""

@@ -1,4 +1,6 @@
-"""Compares the tensors that a recipe's patterns match here with those that the same patterns would match in another tool."""
+"""Compares the tensors that a recipe's patterns match in this program with those that the same patterns would match in another
+tool.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +14,22 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """A comparison of one rule's matches here and in the other tool, limited to tensors that the tool's patterns can affect."""
+    """A comparison of one rule's matches in this program and in another tool, limited to tensors that the tool's patterns can
+    affect.
+    """
 
     pattern: str
     dtype: str
     here: int
-    """How many tensors the rule matches here."""
+    """Number of tensors that the rule matches in this program."""
     there: int
-    """How many tensors the rule would match in the other tool."""
+    """Number of tensors that the rule would match in the other tool."""
     only_here: tuple[str, ...]
-    """Canonical names of the tensors that the rule matches only here."""
+    """Canonical names of the tensors that the rule matches in this program but not in the other tool."""
     only_there: tuple[str, ...]
-    """Canonical names of the tensors that the rule would match only in the other tool."""
+    """Canonical names of the tensors that the rule would match in the other tool but not in this program."""
     beyond: int
-    """How many tensors the rule matches here that no pattern of the other tool can affect."""
+    """Number of tensors that the rule matches in this program and that no pattern of the other tool can affect."""
     problem: str | None = None
     """Why the pattern misses tensors in the other tool, or None if that is unknown."""
 
@@ -43,8 +47,8 @@ class Lint:
     """How the target matches patterns, in words."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors that the same rules match here and in the target, but whose dtype different rules decide. Each is a triple: the
-    tensor, the pattern that decides here, and the pattern that decides there.
+    """Tensors that the same rules match in this program and in the target, but whose dtype different rules decide. Each entry is a
+    triple: the tensor, the pattern that decides in this program, and the pattern that decides in the target.
     """
 
     @property
@@ -53,7 +57,10 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule here and as `target` would, and compare the matches. Raises TooSlow if matching takes too long."""
+    """Match every rule as this program and as `target` would, and compare the matches.
+
+    Raises TooSlow if matching takes too long.
+    """
     plan, matchable = context.plan, target.matchable(context)
     compared: list[RuleComparison] = []
     there_by_rule: list[frozenset[str]] = []

@@ -37,7 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return the recipe without rules that later rules made redundant."""
+    """Return the recipe without rules that have no effect because of later rules."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -49,7 +49,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
 
 
 class _Proposals:
-    """Candidate patterns for a tree, and the tensors that each selects."""
+    """Candidate patterns for the rules of a recipe, and the tensors that each pattern selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
@@ -58,8 +58,10 @@ class _Proposals:
         self._patterns = self._general()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the best rule and the tensors that it selects. The best rule has the largest difference between the number of
-        weights that it corrects and the number that it makes wrong. Among equally good rules, it is the shortest.
+        """Return the best rule and the tensors that it selects.
+
+        For the best rule, the number of weights that it corrects minus the number of weights that it makes wrong is largest. Among
+        equally good rules, the shortest is the best.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -95,7 +97,9 @@ class _Proposals:
         return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
-        """Return single names, and patterns with layer ranges, such as all layers whose `mlp.down_proj` needs one dtype."""
+        """Return single names, and patterns with ranges of layer numbers, such as one for all layers whose `mlp.down_proj` needs
+        the same dtype.
+        """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
         kinds = {kind for name in wrong for kind in _kinds(name)}
@@ -178,7 +182,9 @@ def _numbers(numbers: tuple[int, ...]) -> str:
 
 
 def _choices(names: list[str]) -> str:
-    """Return one pattern for several dotted names: their common prefix, then choices, as in `self_attn.{k_proj,v_proj}`."""
+    """Return one pattern for several dotted names: their common prefix, then the alternatives in braces, as in
+    `self_attn.{k_proj,v_proj}`.
+    """
     parts = [name.split(".") for name in names]
     common = 0
     while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):

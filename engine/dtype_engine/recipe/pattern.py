@@ -3,7 +3,7 @@
     model.layers.3.mlp          a module and everything below it, or one tensor
     *.mlp                       a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
     model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
-    *.{q,k,v}_proj              choices, which may hold globs and braces themselves
+    *.{q,k,v}_proj              alternatives, which may contain globs and braces
     re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
     type:LayerNorm, type:*Norm  modules by class
 
@@ -60,9 +60,9 @@ class Pattern:
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Return whether the pattern names this tensor specifically, so that it would not match any other name in the same module.
+        """Return whether the pattern names this tensor and would match no other name in the same module.
 
-        Only specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
+        Only such specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
         parent, dot, _ = tensor.rpartition(".")
         return self.matches(tensor) and not self.matches(parent + dot + _NAMELESS)
@@ -98,9 +98,9 @@ class _Piece:
     length: int | None
     """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
-    """How many parts match any number of characters. The matcher may have to backtrack into each of them."""
+    """Number of wildcards in this part that match any number of characters. The matcher may have to backtrack into each of them."""
     choices: float = 1.0
-    """An upper bound on the number of combinations of alternatives."""
+    """An upper bound on the number of combinations of the alternatives in this part."""
 
 
 _STAR = _Piece(".*", None, 1)
@@ -130,10 +130,11 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Concatenate pieces. whole: whether they are the entire pattern.
+    """Concatenate pieces of a glob. whole: whether they are the entire pattern.
 
-    A fixed-length piece between two stars is matched only at its first occurrence: if that fails, any later occurrence fails, too.
-    So `*a*a*a*b` takes time linear in the length of a name, not its fourth power. `fnmatch` does the same.
+    A piece of fixed length between two stars is matched only at its first occurrence, because if the match fails there, it also
+    fails at any later occurrence. The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to the fourth
+    power of the length. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

@@ -25,9 +25,9 @@ class Selection:
     """The modules and tensors that a pattern selects in a tree."""
 
     modules: frozenset[str]
-    """The modules that the pattern matches, except modules below another matched module."""
+    """The modules that the pattern matches, except modules below another module that it matches."""
     tensors: tuple[str, ...]
-    """The canonical names of the selected castable tensors, without repeats."""
+    """The canonical names of the tensors that the pattern selects and that can be cast, without repeats."""
     uncastable_count: int = 0
     """How many selected tensors can never be cast: integers, booleans, parts of quantised weights, and non-persistent buffers that
     the pattern does not name specifically.
@@ -94,16 +94,16 @@ class RuleEffect:
     tensors: tuple[TensorInfo, ...]
     """The tensors that the rule selects."""
     decides: int
-    """How many of `tensors` get their dtype from this rule, because no later rule selects them."""
+    """The number of `tensors` that get their dtype from this rule, because no later rule selects them."""
 
     @property
     def bytes_before(self) -> int:
-        """Bytes of the selected tensors as stored."""
+        """Bytes of the tensors that the rule selects, as stored."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
     @property
     def bytes_after(self) -> int:
-        """Bytes of the selected tensors once they are in the rule's dtype."""
+        """Bytes of the tensors that the rule selects, in the rule's dtype."""
         return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
 
 
@@ -121,9 +121,11 @@ class Plan:
     stored_bytes: int
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
-    """Indices of the rules by module class, if the classes are still unknown. These rules select nothing until then."""
+    """Indices of the rules that select modules by class, if the model's classes are still unknown. Until the classes are known,
+    these rules select nothing.
+    """
     too_slow: tuple[int, ...] = field(default=())
-    """Indices of the rules that take too long to match. These rules select nothing."""
+    """Indices of the rules whose patterns take too long to match. These rules select nothing in the plan."""
 
     def __repr__(self) -> str:
         rules = plural(len(self.recipe), "rule")
@@ -134,7 +136,9 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Return the effect of each rule, in the recipe's order. among: canonical names of the only tensors to consider."""
+        """Return the effect of each rule, in the recipe's order. among: canonical names of tensors; effects on all other tensors
+        are left out.
+        """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
             yield RuleEffect(index, rule, taken, sum(self.decided_by[tensor.name] == index for tensor in taken))
@@ -218,7 +222,9 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether, in a tree built from file names alone, it is uncertain that every rule selects a tensor. Raises TooSlow."""
+    """Return whether it is uncertain that every rule selects a tensor, because the tree was built only from the tensor names in the
+    files. Raises TooSlow.
+    """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     return bool(plan.unmatched or plan.pending_classes)
@@ -244,7 +250,7 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 _MOST_NAMES = 20_000
-"""Most names that a mistyped pattern is compared with, which takes a second."""
+"""Maximum number of names with which a mistyped pattern is compared. Comparing this many names takes a second."""
 NO_CLASSES = "but this model's architecture is unknown: put a config.json that names a known one next to its files"
 
 

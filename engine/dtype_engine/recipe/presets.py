@@ -32,7 +32,7 @@ KEPT_BY_MODELOPT = (
     "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
     "*multi_modal_projector*",
 )  # fmt: skip
-"""The names in `default_disabled_quantizers` of ModelOpt 0.47, which matches them by `fnmatch`, as we do."""
+"""The names in `default_disabled_quantizers` of ModelOpt 0.47. ModelOpt matches them by `fnmatch`, and so does this module."""
 KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 
@@ -48,7 +48,10 @@ class Preset:
     _make: Callable[[Tree], Iterable[Rule]]
 
     def recipe(self, tree: Tree) -> Recipe:
-        """Return the preset's rules for a tree. Raises UserError if it needs unknown module classes, or if no rule matches."""
+        """Return the preset's rules for a tree.
+
+        Raises UserError if the preset needs module classes that are unknown, or if none of its rules matches.
+        """
         if self.needs_classes and not tree.has_classes:
             raise UserError(f"preset {self.name!r} matches module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
@@ -150,7 +153,7 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """Return the preset with this name. Raises UserError, with the nearest name, for an unknown one."""
+    """Return the preset with this name. For an unknown name, raises UserError, which suggests the nearest known name."""
     if name in PRESETS:
         return PRESETS[name]
     near = nearest(name, PRESETS)
@@ -207,7 +210,10 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
 
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
-    """Return patterns by name for these modules, as general as possible without selecting any other tensor."""
+    """Return patterns by name for these modules.
+
+    The patterns are as general as possible, but select no tensors outside these modules.
+    """
     waiting = list(modules)
     allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
     patterns: list[str] = []
@@ -238,7 +244,7 @@ class PresetEffect:
     planned_bytes: int = 0
     """Bytes of the whole model after the casts."""
     needs_classes: bool = False
-    """Whether the preset does not apply only because it matches module classes, which are unknown."""
+    """Whether the preset fails to apply only because it selects modules by class and the classes are unknown."""
 
 
 def preset_effects(tree: Tree) -> Iterator[PresetEffect]:

@@ -37,7 +37,9 @@ _OF_OUTPUT = (
 
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
-    """Return the metrics for `measured`: bytes, versions and, if there is a report, the drift of the main output."""
+    """Return the metrics for the entry `measured` of a recipe file: bytes, versions and, if there is a report, the drift of the
+    main output.
+    """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for name in _OF_OUTPUT:
@@ -76,7 +78,7 @@ def recipe_text(
 
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """Return how many values all tensors together lose, or an empty mapping if the losses were not determined."""
+    """Return how many values all tensors lose in total, or an empty mapping if the lost values were not determined."""
     if losses is None:
         return {}
     overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)

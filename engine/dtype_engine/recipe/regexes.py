@@ -19,7 +19,8 @@ LONGEST_REGEX = 500
 MOST_REPEATS = 1000
 """Maximum repeat count `{...}` in an expression."""
 _MOST_UNROLLED = 100_000
-"""Maximum product of all repeat counts. The compiler unrolls some repeats, which could need gigabytes of memory."""
+"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes of memory.
+"""
 _ALONE_S = 2.0
 """Time limit in seconds for a single match outside `time_limit`."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
@@ -61,7 +62,10 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Do the same as `compile_regex`, but skip the limits on length and repeats. For expressions that are cheap to compile."""
+    """Compile an expression as `compile_regex` does, but without its limits on length and repeat counts.
+
+    For expressions that are cheap to compile.
+    """
     import regex  # the import takes 10 ms, and few recipes need it
 
     _seconds_left(shown)

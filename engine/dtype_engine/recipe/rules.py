@@ -33,7 +33,7 @@ class Rule:
 
     @classmethod
     def parse(cls, text: str) -> Rule:
-        """Parse `PATTERN=DTYPE`. Raises UserError."""
+        """Parse a rule written as `PATTERN=DTYPE`. Raises UserError if the text is not such a rule."""
         pattern, equals, dtype = text.rpartition("=")
         if not equals or not pattern.strip() or not dtype.strip():
             raise UserError(f"can't read the cast {text!r}: write PATTERN=DTYPE, for example '*.mlp=bfloat16'")
@@ -54,7 +54,7 @@ class Recipe:
     """
 
     rules: tuple[Rule, ...] = ()
-    """The last rule that selects a tensor decides its dtype."""
+    """The rules, first to last. The last rule that selects a tensor decides the tensor's dtype."""
 
     @classmethod
     def of(cls, rules: Iterable[Rule]) -> Recipe:
@@ -92,7 +92,7 @@ class RecipeHistory:
 
     @property
     def kept(self) -> tuple[tuple[Recipe, ...], int]:
-        """All recipes in order, and the index of the current one. These are the arguments of `of`."""
+        """All recipes in order, and the index of the current one. The method `of` takes both as its arguments."""
         return tuple(self._recipes), self._at
 
     @property

@@ -1,4 +1,4 @@
-"""Describes storage dtypes as compressed-tensors schemes, which exports and llm-compressor recipes contain."""
+"""Describes formats with codes and scales as compressed-tensors schemes, which exports and llm-compressor recipes contain."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Dtypes that compressed-tensors can describe by a scheme. It computes MX scales by a single rule, but reads those of any rule."""
+"""Dtypes that compressed-tensors can describe by a scheme. To compute MX scales, compressed-tensors has a single rule, but it reads
+scales that another rule has computed, too.
+"""
 
 
 def layout(dtype: str) -> str:
-    """Return the name of the checkpoint layout in which other programs read weights of this dtype, or "" if there is none."""
+    """Return the name of the checkpoint layout in which other programs read weights of this dtype, or "" if no other program reads
+    them.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
@@ -63,6 +67,9 @@ def activation_scheme(dtype: str) -> dict[str, Any] | None:
 
 
 def keeps_input_scale(dtype: str) -> bool:
-    """Return whether a file must hold an input scale for a layer whose weight has this format. Only NVFP4 requires it."""
+    """Return whether a file must hold a scale for the inputs of a layer whose weight has this format.
+
+    Only NVFP4 requires such a scale.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks is not None and blocks.tensor_scale and dtypes.quantizes_activations(dtype)

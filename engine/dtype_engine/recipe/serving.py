@@ -35,7 +35,7 @@ class Finding:
     """How the runtime treats the tensors that break the rule."""
     why: str
     source: str
-    """The file and function of the runtime that implement the rule."""
+    """The file and the function in the runtime's source code that implement the rule."""
     tensors: tuple[str, ...]
     """Canonical names of the tensors that break the rule."""
 
@@ -46,7 +46,7 @@ class ServingLint:
 
     runtime: str
     quantised: int
-    """How many weights have a storage format in the plan."""
+    """Number of weights to which the plan gives a format with codes and scales."""
     findings: tuple[Finding, ...]
 
     @property
@@ -75,7 +75,10 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights without a public layout. An export stores them in a layout that only this program reads."""
+    """Report weights in formats for which no public layout exists.
+
+    An export stores such weights in a layout that only this program reads.
+    """
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
         if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
@@ -86,10 +89,10 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Explain why no other program can read a weight in a storage format. Returns None if another program can.
+    """Return why no other program can read a weight in a format with scales, or None if another program can.
 
     experts: whether to treat experts as linear layers although the model packs them into one tensor. Exports and original files
-    store them as linear layers.
+    store experts as linear layers.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -123,7 +126,10 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report quantised routers. Mixture-of-experts models create routers with `quant_config=None`, without scale parameters."""
+    """Report quantised routers.
+
+    The runtime creates the routers of mixture-of-experts models with `quant_config=None`, that is, without parameters for scales.
+    """
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
         where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
@@ -153,7 +159,10 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with a missing member, which get no scheme: `_match_fused_layer` requires a match for every member."""
+    """Report fused layers with a missing member.
+
+    Such a layer gets no scheme, because `_match_fused_layer` requires a match for every member.
+    """
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
         expected = siblings(group[0])
@@ -164,7 +173,10 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report int8 weights with unquantized inputs, which `_quantization_scheme_map_from_config` allows only for float weights."""
+    """Report int8 weights whose inputs are not quantised.
+
+    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights.
+    """
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
         why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or use int8@g128"
@@ -181,7 +193,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with a member whose outputs are not divisible into blocks. `validate_fp8_block_shape` requires this."""
+    """Report fused layers with a member whose outputs the blocks do not divide. `validate_fp8_block_shape` refuses such a layer."""
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
@@ -195,7 +207,10 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether a format's blocks divide the outputs of every weight in `name`'s fused group; True without a group."""
+    """Return whether a format's blocks divide the outputs of every weight in `name`'s fused group.
+
+    Returns True if `name` is in no group.
+    """
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
@@ -264,7 +279,7 @@ def _block_rows(dtype: str) -> int:
 
 
 def serving_lines(lint: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
-    """Return the findings as lines of text. shown: abbreviates a list of tensor names."""
+    """Return the findings as lines of text. shown: a function that abbreviates a list of tensor names."""
     lines = []
     for finding in lint.findings:
         lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]

@@ -43,7 +43,8 @@ class _Opening:
     reference: str | None
     """MODEL as typed on the command line. --resume finds the session by this text."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
-    """Creates the engine that opens the model. The argument is the function that the engine calls with each event."""
+    """A function that creates the engine that opens the model. Its argument is the function that the engine calls with each event.
+    """
     path: Path | None = None
     """The path of the model's files, or None if they are not on this machine."""
     tree: Tree | None = None
@@ -51,7 +52,7 @@ class _Opening:
     partial: bool = False
     """Whether `tree` covers only some of the checkpoint's headers."""
     is_kept: bool = True
-    """Whether the session is saved."""
+    """Whether the app saves the session."""
     is_demo: bool = False
 
 
@@ -192,9 +193,10 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let this machine's engine open the model. Only the engine imports the architecture, which decides what the rules match.
+    """Let the engine on this machine open the model before the screen opens.
 
-    Raises UserError if a rule matches nothing.
+    Only the engine imports the model's architecture, and the architecture decides which tensors the rules match. Raises UserError
+    if a rule matches nothing.
     """
     from dtype_engine.worker.connection import Connection, EngineCommand
     from dtype_engine.worker.control import Open

@@ -22,7 +22,8 @@ class GuardedServer(Server):
 
     A person who controls the app has the user's rights. A listening port is open to the other users of this machine, and to any web
     page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
-    (DNS rebinding). So every request must carry the token, must be addressed to a host name that only this server can have, and
+    (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can
+    have, and
     must not come from another page. The server answers all other requests with status 403.
     """
 
@@ -85,7 +86,10 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the page. Its URLs use the host in the request, since the far end of a tunnel has another host name and port."""
+        """Return the page.
+
+        Its URLs use the host that the request names, because the far end of a tunnel has its own host name and port.
+        """
         base = f"//{request.host}/{self.token}"
         return {
             "font_size": to_int(request.query.get("fontsize", "16"), 16),

@@ -1,4 +1,4 @@
-"""The `dtype-tui` program: runs either the app's command, with default options from the configuration file, or `serve`."""
+"""The `dtype-tui` program. It runs the app's command, with default options from the configuration file, or the command `serve`."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Address:
 
 @dataclass(frozen=True)
 class FarEngine:
-    """A connection to an engine, usually on another machine, that has found the model."""
+    """A connection to an engine, usually on another machine. The engine has already found the model."""
 
     command: EngineCommand
     model: str | None

@@ -1,7 +1,7 @@
 """Redraws every line in ASCII, with the same width, for terminals and fonts that lack Unicode characters.
 
-The filter runs after all drawing, so no widget needs to know about it. Some characters become two, because one would be misleading
-(`a → b` would become `a > b`); the filter then removes a blank from the line. A character without a replacement becomes `?`.
+This happens after all drawing, so no widget needs to know about ASCII. Some characters are replaced by two, because one would be
+misleading (`a → b` would become `a > b`); a blank in the line is then removed. A character without a replacement becomes `?`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Config:
     theme: str | None = None
     """The theme's name. If None, Textual's default theme is used."""
     ascii: str = "auto"
-    """Whether to draw in ASCII: one of ASCII_CHOICES."""
+    """Whether to draw in ASCII: one of the words in ASCII_CHOICES."""
     keys: Mapping[str, str] = field(default_factory=dict)
     """The user's keys by binding id, such as {"measure": "f5"}."""
     defaults: Mapping[str, Any] = field(default_factory=dict)

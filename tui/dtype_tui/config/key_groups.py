@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 Entry = tuple[str, tuple[str, ...]]
-"""A line of the help: (description, ids of the key bindings that it describes)."""
+"""A line of the help: (description, ids of the key bindings that the line describes)."""
 
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (

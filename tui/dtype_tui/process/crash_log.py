@@ -11,7 +11,7 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
-    """Write the traceback to a file in the state folder that only the user can read.
+    """Write the traceback to a file in the state folder, which only the user can read.
 
     Returns the end of a sentence that names the file, or "" if the file can't be written. Never raises.
     """

@@ -15,7 +15,9 @@ def pause_gc() -> None:
 
 
 def resume_gc(late: bool = False) -> None:
-    """Turn the collector on again, and exempt all existing objects from it. late: first collect the accumulated garbage."""
+    """Turn the collector on again, and exempt all objects that exist now from collection. late: first collect the accumulated
+    garbage.
+    """
     if not gc.isenabled():
         if late:
             gc.collect()

@@ -21,7 +21,10 @@ _GAP = 2
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points to draw. On a logarithmic axis, zeros are drawn in a separate line at the bottom. Non-finite values are not drawn."""
+    """Points to draw. On a logarithmic axis, points whose y is zero are drawn in a separate line at the bottom.
+
+    Non-finite values are not drawn.
+    """
 
     points: Sequence[tuple[float, float]]
     """(x, y) of each point."""
@@ -116,7 +119,7 @@ def plot(
 
 
 class _Grid:
-    """The cells inside the axes. The line for zero, if there is one, is the last row."""
+    """The cells inside the axes. The last row is the line for zero, if there is one."""
 
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes

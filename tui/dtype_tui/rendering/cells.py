@@ -25,7 +25,7 @@ _OF_BLOCKS = {
 """Colours of block formats, by the kind and bits of their elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
-"""The SQNR in dB at and above which a drift's bar is empty."""
+"""The SQNR in dB from which on the bar that shows a drift is empty."""
 
 
 def colour(dtype: str) -> str:
@@ -47,7 +47,10 @@ def truncate(text: str, width: int) -> str:
 
 
 def wrap_dotted(name: str, width: int) -> str:
-    """Wrap a module's name to lines of `width` cells. Lines break only before dots, so a long part may exceed the width."""
+    """Wrap a module's name to lines of `width` cells.
+
+    Lines break only before dots, so a line may be longer if it consists of one long part.
+    """
     lines = [""]
     for part in re.split(r"(?=\.)", name):
         if lines[-1] and len(lines[-1]) + len(part) > width:

@@ -39,8 +39,8 @@ def loss_rows(
 ) -> list[tuple[str, str]]:
     """Return rows (label, words) of the Drift pane: the tensors that lose values, and the rules that keep these values.
 
-    lost: the lost values, or None if they are unknown because of `reason`. remedy_next: whether the key for remedies applies
-    `remedy` next.
+    lost: the lost values, or None if they are unknown because of `reason`. remedy: the rules. remedy_next: whether the next press
+    of the key for remedies applies `remedy`.
     """
     if lost is None:
         return [("values", reason)] if reason else []

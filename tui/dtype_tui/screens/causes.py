@@ -32,10 +32,8 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots the SQNR of every module in the order of the pass: as measured, and due to the module's own error alone. A table below
-    lists the causes of the drift.
-
-    stop: called to stop the measurement of causes, but no other job.
+    """Plots two SQNRs of every module in the order of the forward pass: the measured one, and the one due to the module's own error
+    alone. A table below the plot lists the causes of the drift. stop: called to stop the measurement of causes, but no other job.
     """
 
     DEFAULT_CSS = """
@@ -143,7 +141,10 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """Convert an SQNR for the plot: None becomes NaN, which is not drawn. An exact module's infinite SQNR is not drawn either."""
+    """Return an SQNR as a number to plot. An unknown SQNR (None) becomes NaN.
+
+    The plot draws neither NaN nor the infinite SQNR of an exact module.
+    """
     return math.nan if sqnr_db is None else sqnr_db
 
 

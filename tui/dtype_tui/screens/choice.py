@@ -51,7 +51,10 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget that shows the lines. The message line may be mounted before it and is a Static too."""
+        """The widget that shows the lines.
+
+        The selector includes its parent, because the window may hold another Static, the message line.
+        """
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text:
@@ -63,7 +66,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.lines.update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return (text, style) of the marker at the beginning of a line."""
+        """Return (text, style) of the marker that begins a line and shows whether the line is the chosen one."""
         return "› " if index == self.index else "  ", "bold"
 
     def action_move(self, step: int) -> None:

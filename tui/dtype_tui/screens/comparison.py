@@ -29,7 +29,7 @@ class Side:
     """One of the two recipes in a comparison."""
 
     title: str
-    """The short name of the recipe in the headings."""
+    """The short name of the recipe in the window's headings."""
     recipe: Recipe
     entry: MeasuredRecipe | None
     """The measurement, or None if the recipe was not measured."""
@@ -43,7 +43,10 @@ def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return the side of the comparison that shows a recipe, with its measurement on the current inputs and settings, if any."""
+    """Return the side of the comparison that shows a recipe.
+
+    If the recipe was measured on the current inputs and settings, the side includes the measurement.
+    """
     now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
         if entry.recipe == recipe and (entry.settings, entry.inputs) == now:

@@ -106,7 +106,10 @@ def _output_words(experiment: Experiment) -> str:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Return how many sequences the modules' drift was measured on, as the end of a sentence, or "" if on all or if unknown."""
+    """Return on how many sequences the modules' drift was measured, as the end of a sentence.
+
+    Returns "" if it was measured on all sequences, or if the number is unknown.
+    """
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""
 

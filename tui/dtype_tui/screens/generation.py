@@ -30,7 +30,10 @@ def generation_screen(texts: Sequence[Generation]) -> Overlay:
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """Return the end of the prompt in a dim style, followed by the generated text. Control characters are removed from both."""
+    """Return the end of the prompt in a dim style, followed by the generated text.
+
+    Control characters are removed from the prompt and the text.
+    """
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     for index, piece in enumerate(written.pieces):
         if text.differs and index == text.same_tokens:

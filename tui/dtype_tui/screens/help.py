@@ -230,7 +230,10 @@ def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """Return the keys of several bindings: first the first key of each binding, then the second keys. Ctrl+r is written `^r`."""
+    """Return the keys of several bindings as text: first the first key of each binding, then the second keys.
+
+    Ctrl+r is written as `^r`.
+    """
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]

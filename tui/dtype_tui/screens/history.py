@@ -62,7 +62,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     ]
 
     def __init__(self, experiment: Experiment, measure: Callable[[Sequence[Recipe]], None]) -> None:
-        """measure: called to measure recipes without making them current."""
+        """measure: a function that measures recipes without making them current."""
         super().__init__()
         self._experiment = experiment
         self._measure = measure
@@ -115,7 +115,11 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _width(self) -> int:
-        """The total width in cells of the columns: before the layout an estimate, so that keys pressed right after H find rows."""
+        """The total width in cells of the table's columns.
+
+        Before the layout is known, the width is estimated, so that the table has rows for keys that are pressed while the window
+        opens.
+        """
         table = self.query_one(DataTable)
         return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
 
@@ -140,7 +144,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return what a measurement means for the model, in words. The noise floor is known only for the current inputs."""
+        """Return in words what the drift of a measurement means for the model.
+
+        The noise floor is known only for the current inputs.
+        """
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -175,7 +182,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             self._plot()
 
     def _plot(self) -> None:
-        """Plot KL against bytes, or the square of the relative L2 error if the outputs are not distributions."""
+        """Plot the drift of the measured recipes against their bytes.
+
+        The drift is the KL or, if the outputs are not distributions, the square of the relative L2 error.
+        """
         widget = self.query_one("#plot", Static)
         distribution = any(entry.output.kl_mean is not None for entry in self._entries)
         series = []

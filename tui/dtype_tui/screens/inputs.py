@@ -1,4 +1,4 @@
-"""The window that shows the model's inputs, call by call, and has a line in which the user names other inputs."""
+"""The window that shows the inputs of each call of the model, and has a line in which the user names other inputs."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ class InputsScreen(ModalScreen[None]):
 
 
 def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
-    """Return a table of the inputs: a description, their sources, and a row per call. compared: number of compared positions."""
+    """Return a table of the inputs: a description, their sources, and a row for each call of the model. compared: number of
+    compared positions.
+    """
     head = PlainTable.labelled()
     for index, part in enumerate(summary.made_of):
         head.add_row("made of" if index == 0 else "", Text(printable(part, 300)))

@@ -80,7 +80,7 @@ class OptimiseScreen(ModalScreen[None]):
         """The last plan whose rules were computed, with the recipe of these rules."""
         self._timer: Timer | None = None
         self._seen = -1
-        """The `ScanState.version` that is drawn."""
+        """The value of `ScanState.version` when the screen was last drawn."""
         self.zoom = 1
         """The width of the whole front divided by the width of the visible part."""
 
@@ -101,12 +101,16 @@ class OptimiseScreen(ModalScreen[None]):
         self.call_after_refresh(self._draw)
 
     def show_figures(self) -> None:
-        """Redraw if the scan's estimates have changed or another recipe was measured."""
+        """Redraw if the scan's estimates have changed, or if a recipe was measured after the last redraw."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the front within these limits. The cursor stays at the same size. Returns False if no plan meets the limits."""
+        """Compute the Pareto front within these limits.
+
+        The cursor moves to the largest plan that has at most the bytes of the plan at the cursor before. Returns False if no plan
+        meets the limits.
+        """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
@@ -140,7 +144,9 @@ class OptimiseScreen(ModalScreen[None]):
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """Compute the recipe in a thread once the cursor rests, because this takes long for a large model."""
+        """Compute the recipe for the plan under the cursor, in a thread and only when the cursor rests, because this takes long for
+        a large model.
+        """
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -308,7 +314,7 @@ class OptimiseScreen(ModalScreen[None]):
         self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure this point and its neighbours: one after the other or, if there are several workers, in parallel."""
+        """Measure the point under the cursor and its neighbours: in parallel if there are several workers, else one by one."""
         front, here = self.front, self.solution
         if front is None or here is None:
             return

@@ -37,7 +37,7 @@ class Overlay(ModalScreen[None]):
 
     @staticmethod
     def content_width(width: int) -> int:
-        """Return how many cells wide a box's text may be on a screen of `width` cells."""
+        """Return the maximum width in cells of a box's text on a screen of `width` cells."""
         return min(100, 96 * width // 100) - 5  # less the border, the padding and the scrollbar
 
     def compose(self) -> ComposeResult:

@@ -18,7 +18,7 @@ from dtype_tui.screens.choice import ChoiceScreen
 
 
 class PresetsScreen(ChoiceScreen[Recipe | None]):
-    """The user chooses a preset. The result is its recipe, or None if the user leaves."""
+    """The window in which the user chooses a preset. Its result is the preset's recipe, or None if the user leaves."""
 
     HEADING = "Presets"
     KEYS = "↑↓ choose  Enter applies  Esc closes"

@@ -43,11 +43,15 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that an engine on another machine writes to its own disk. Their paths are paths on that machine."""
+"""The kinds of file that an engine on another machine writes to the disk of that machine. The paths of such files are paths there.
+"""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
-    """The user chooses a kind of file and types its path. The result is the request to save it, or None if the user leaves."""
+    """The window in which the user chooses a kind of file and types its path.
+
+    The result is the request to save the file, or None if the user leaves.
+    """
 
     HEADING = "Save"
     KEYS = "↑↓ choose  Enter writes  Esc closes"
@@ -239,7 +243,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """Return the request to write a file of one of `KINDS`. drift: the current measurement, if there is one."""
+    """Return the request to write a file of one of `KINDS`. drift: the current measurement, or None if there is none."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

@@ -274,7 +274,7 @@ def _share(score: float, most: float) -> float:
 
 
 def _shade(score: float, most: float) -> str:
-    """Return a character that shows a score: the denser it is, the closer the score is to the highest score, `most`."""
+    """Return a character that shows a score. The closer the score is to the highest score, `most`, the denser the character is."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]

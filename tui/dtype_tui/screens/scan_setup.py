@@ -18,7 +18,10 @@ PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
-    """The user chooses the dtypes of a scan. The window's result is these dtypes, or None if the user leaves."""
+    """The window in which the user chooses the dtypes of a scan.
+
+    The window's result is these dtypes, or None if the user leaves.
+    """
 
     HEADING = "Scan: how much does every weight matter?"
     KEYS = "↑↓ Space choose  Enter scans  Esc closes"

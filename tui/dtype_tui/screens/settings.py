@@ -1,4 +1,4 @@
-"""The window that shows the settings of a run, with the choices for each setting and an explanation."""
+"""The window that shows the settings of a run, with the possible values of each setting and an explanation."""
 
 from __future__ import annotations
 
@@ -49,11 +49,14 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         "top. `auto` follows the model's class and configuration.",
     ),
 )
-"""The settings, each as (field of RunSettings, title, choices as (value, label), explanation)."""
+"""The settings, each as (field of RunSettings, title, possible values as (value, label), explanation)."""
 
 
 class SettingsScreen(ChoiceScreen[RunSettings | None]):
-    """Up and down choose a setting, left and right change it. The window's result is the settings, or None if the user leaves."""
+    """The window in which the user changes settings: up and down select a setting, left and right change its value.
+
+    The window's result is the settings, or None if the user leaves.
+    """
 
     HEADING = "Settings of a run"
     KEYS = "↑↓ ←→ choose  Enter applies  Esc closes"
@@ -89,7 +92,10 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """Return a setting's choices. They include the current value, even if only the command line offers it."""
+        """Return a setting's possible values.
+
+        They include the current value, even if this window does not offer it and only the command line does.
+        """
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

@@ -17,7 +17,9 @@ from dtype_tui.state.experiment import Experiment
 
 
 def weight_screen(experiment: Experiment, name: str, stats: WeightStats) -> Overlay:
-    """Return a window with the error of casting a tensor to each dtype, and its values' exponents beside each dtype's range."""
+    """Return a window with the error of casting a tensor to each dtype, and with the exponents of the tensor's values next to each
+    dtype's range of exponents.
+    """
     table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):
@@ -77,7 +79,8 @@ def exponent_histogram(stats: WeightStats) -> Text:
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
     """Return a mark for the worst that a dtype without a scale does to values from 2^first to 2^(first + step).
 
-    "∞": it overflows. "0": it becomes zero. ":": it is subnormal and loses bits. "|": it is in the normal range.
+    "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all values are in the normal
+    range.
     """
     if first + step - 1 > math.frexp(row.max)[1] - 1:
         return "∞"

@@ -38,7 +38,7 @@ class Activity:
         self.share: float | None = None
         """How much of `what` is done, from 0 to 1, or None if unknown."""
         self.running = ""
-        """The running job, by its name in `JobName`."""
+        """The name of the running job, or "" if no job is running."""
         self.waiting: tuple[str, ...] = ()
         """The names of the waiting jobs, in order."""
         self.saving = False
@@ -46,7 +46,9 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """(What the engine is doing, or "" if idle; the share of this that is done, from 0 to 1, or None if unknown.)"""
+        """A pair: what the engine is doing, or "" if it is idle; and the share of this work that is done, from 0 to 1, or None if
+        unknown.
+        """
         return (self.what, self.share) if self.busy else ("", None)
 
     @property
@@ -63,7 +65,7 @@ class Activity:
 
     @property
     def queue(self) -> str:
-        """The waiting jobs in order, as text."""
+        """The names of the waiting jobs, in order, as one text."""
         return queue_words(self.running, self.waiting)
 
     def expect(self, job: str) -> None:
@@ -76,8 +78,9 @@ class Activity:
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
         """Record that the engine is now doing `what`, as a part of `job`.
 
-        share: how much of `job` is done. job: if None, the part of `what` before the colon. The passes of a measurement alternate,
-        and each reports the share of the whole measurement that is done.
+        share: how much of `job` is done, from 0 to 1, or None if unknown. job: the job's name; if "", the job is named by the part
+        of `what` before the colon. The passes of a measurement alternate, and each reports the share of the whole measurement that
+        is done.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything

@@ -38,11 +38,11 @@ class AwaitedResults:
             self._pending.add(key)
 
     def reset(self) -> None:
-        """Forget all unanswered requests: their results will never come, or would belong to other inputs."""
+        """Forget all unanswered requests, because their results will never come or would belong to earlier inputs."""
         self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """Handle an engine event that answers a request, or that says that no answer will come."""
+        """Handle an engine event that answers a request, or that means that no answer will come."""
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())

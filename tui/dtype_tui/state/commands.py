@@ -58,7 +58,7 @@ WITH_ARGUMENTS = (
     Command("check", "check_files", (), CHECK),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""The commands that are not bound to a key. Most of them have arguments."""
+"""The commands that have no key. Most of them have arguments."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
@@ -104,7 +104,7 @@ class Completer:
     patterns: Callable[[], Sequence[str]]
     """Returns patterns that match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]
-    """Returns the possible words for an argument of any other kind: order, columns, theme, preset."""
+    """Returns the possible words for an argument of the given kind: an order, columns, a theme or a preset."""
 
     def __call__(self, line: str) -> list[str]:
         """Return completions of a line, each a whole line, the most likely first."""

@@ -1,7 +1,7 @@
 """The controller, which manages the experiment and the engine. It does not depend on widgets.
 
-The main screen calls the controller's methods for keys and commands, and passes it the engine's events. Then the main screen draws
-the experiment.
+The main screen calls the controller's methods for keys and commands, and passes the engine's events to the controller. After that,
+the main screen draws the experiment.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class Controller:
     """Controls one experiment and the engine that runs it.
 
-    notify: shows a sentence until the user has read it. changed: redraws the screen. Every method that changes the state calls it,
-    except `handle`.
+    notify: shows a sentence until the user has read it. changed: redraws the screen. Every method except `handle` calls it after
+    a change of the state.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Controller:
             self._start_with_preset()
 
     def _start_with_preset(self) -> None:
-        """Apply the preset from the command line, unless it has already been applied."""
+        """Apply the preset from the command line, unless the preset has already been applied."""
         if self._preset is None:
             return
         from dtype_engine.recipe.presets import PRESETS
@@ -255,7 +255,10 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes the output finite or, without one, the rules that keep values from being lost in casts."""
+        """Apply the rule that makes the output finite.
+
+        If there is no such rule, apply the rules that keep values from being lost in casts.
+        """
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))
@@ -282,7 +285,7 @@ class Controller:
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: MeasuredRecipe) -> None:
-        """Apply an earlier measured recipe. The settings stay as they are."""
+        """Make an earlier, measured recipe the current one. The settings of a run stay as they are."""
         if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.apply_recipe(measured.recipe)
@@ -294,7 +297,10 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the current recipe again, over all inputs. If a measurement of it is running, extend that to all inputs."""
+        """Measure the current recipe again, over all inputs.
+
+        If a measurement of the recipe is running, extend that measurement to all inputs.
+        """
         if not self.life.is_available():
             return
         if self.activity.running != "measure":
@@ -316,7 +322,10 @@ class Controller:
         self._expect("inputs")
 
     def ask(self, command: Command) -> None:
-        """Request a job from the engine. If the job has to run the model and the model can't run, tell the user why instead."""
+        """Request a job from the engine.
+
+        If the job has to run the model but the model can't run, tell the user why, and request nothing.
+        """
         if command.needs_model and self.experiment.model.no_forward:
             self.notify(self.experiment.model.no_forward, "warning")
             return
@@ -328,7 +337,10 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop the engine's jobs. If a job is still running after an earlier call, end the engine and start another."""
+        """Stop the engine's jobs.
+
+        If a job is still running although this method was called for it before, end the engine and start another one.
+        """
         if self.life.must_end:
             self.restart_engine()
         else:

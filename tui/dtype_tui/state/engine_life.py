@@ -23,7 +23,7 @@ STOP_WAIT_S = 2.0
 
 
 class EngineLife:
-    """Tracks whether there is an engine, and what it is doing. notify, changed: the callbacks of `Controller`."""
+    """Tracks whether there is an engine, and what the engine is doing. notify, changed: the callbacks of `Controller`."""
 
     def __init__(
         self,
@@ -46,9 +46,9 @@ class EngineLife:
         self._stopping: str | None = None
         """The job that was asked to stop and is still running (a value of `Activity.running`)."""
         self._stopping_since = 0.0
-        """The time, by `time.monotonic`, at which that job was asked to stop."""
+        """The time, by `time.monotonic`, at which the job in `_stopping` was asked to stop."""
         self.must_end = False
-        """Whether the running job has not stopped in time. Only ending the engine can then stop it."""
+        """Whether the running job has not stopped within `STOP_WAIT_S`. Only ending the engine can then stop the job."""
 
     def follow(self, event: Progress) -> None:
         self.activity.follow(event)
@@ -86,9 +86,10 @@ class EngineLife:
         return True
 
     def _reset(self, error: str | None) -> list[str]:
-        """Record that no work is running any more. Returns clauses that tell the user which work is lost.
+        """Record that no work is running any more.
 
-        error: why there is no engine, or None if another engine is starting.
+        Returns parts of a sentence that tell the user which work is lost. error: why there is no engine, or None if another engine
+        is starting.
         """
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
@@ -99,7 +100,7 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show a job that the engine begins at once."""
+        """Show a job that the engine begins without a wait."""
         if self.error is None:
             self.activity.begin(what)
 
@@ -127,7 +128,7 @@ class EngineLife:
         return f"no engine: {RESTARTS}" if self.error is not None else ""
 
     def idle_words(self, planning_only: bool) -> str:
-        """Return what the status line says while the engine is idle. planning_only: whether the model could not be opened."""
+        """Return what the status line shows while the engine is idle. planning_only: whether the model could not be opened."""
         if self.lost:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
@@ -152,7 +153,7 @@ class EngineLife:
         return what, share, "Esc stops"
 
     def check_stopped(self) -> None:
-        """Offer to end the engine if a job is still running although `stop` asked it to stop `STOP_WAIT_S` ago."""
+        """Offer to end the engine if a job is still running `STOP_WAIT_S` seconds after it was asked to stop."""
         if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
             return
         if self.lost:

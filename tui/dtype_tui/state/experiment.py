@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that carry the recipe of their request. They remain valid after the current recipe has changed."""
+"""The types of events that carry the recipe of their request. Such events remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
-"""Maximum number of drift reports to keep. An undo shows the earlier recipe's report at once if it is among them."""
+"""Maximum number of drift reports that are kept. If the report of an earlier recipe is kept, an undo to this recipe shows it at
+once.
+"""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class ModelFacts:
     has_tree: bool = True
     """Whether the modules and tensors are known. The tree is empty until then."""
     path: Path | None = None
-    """Where the model is on this machine."""
+    """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether only some headers of a large checkpoint have been read, so that sums do not cover the whole model yet."""
 
@@ -81,7 +83,7 @@ class Experiment:
     """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """Whether the last change of the recipe changed no tensor's dtype, so that the measurement is still valid."""
+    """Whether the last change of the recipe changed no tensor's planned dtype. The measurement is then still valid."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
     """The plan and the totals by node that `prepare` has computed for the next tree."""
@@ -118,7 +120,10 @@ class Experiment:
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Do the slow part of `replace_tree`, on the thread that reads the engine's events, so that keys are not delayed."""
+        """Compute what `replace_tree` needs for a new tree.
+
+        This is slow, so it runs on the thread that reads the engine's events, and keys are not delayed.
+        """
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
         assert tree.names  # computes the cached list of names, which the first frame of a filter needs
@@ -181,7 +186,7 @@ class Experiment:
         self._recall()
 
     def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with other settings from now on, and drop the results with the previous settings."""
+        """Run candidates with these settings from now on, and drop the results that were measured with the previous settings."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_figures()

@@ -26,16 +26,16 @@ class Launch:
     tree: Tree | None = None
     """The module tree built from the headers that were read, or None if headers are not enough to build it."""
     path: Path | None = None
-    """Where the model is on this machine."""
+    """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
     """Whether `tree` covers only some headers of a large checkpoint."""
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     recipe: Recipe = field(default_factory=Recipe)
-    """The rules from the command line. They are added after the rules of `preset` and `saved`."""
+    """The rules from the command line, which are appended to the rules of `preset` or of `saved`."""
     preset: str | None = None
     saved: SavedSession | None = None
-    """The session to resume."""
+    """The saved session to resume, or None to start a new one."""
     saver: Callable[[], SessionSaver] | None = None
     """Called after the first paint to create the object that saves the session. None if the session is not saved."""
     config: Config = field(default_factory=Config)
@@ -43,4 +43,4 @@ class Launch:
     """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False
     offers_tour: bool = False
-    """Whether the app shows a panel that offers the tour."""
+    """Whether the app shows, at its start, a panel that offers the tour."""

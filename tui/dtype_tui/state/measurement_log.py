@@ -27,7 +27,7 @@ class MeasuredRecipe:
     planned_bytes: int
     output: OutputDrift
     extent: Extent
-    """How many of the inputs the metrics cover."""
+    """How many of the inputs were run to compute the metrics."""
     seconds: float | None = None
     """Total time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
     overflowed: int = 0
@@ -105,8 +105,8 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
     """Return the history with a new measurement.
 
-    An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. The new entry
-    inherits the earlier entry's pin and, if it has no time itself, the earlier entry's time.
+    An earlier measurement of the same recipe, settings and inputs is replaced, unless the earlier one covers more of the inputs.
+    The new entry inherits the earlier entry's pin and, if the new measurement has no time, the earlier entry's time.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:

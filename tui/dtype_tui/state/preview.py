@@ -18,7 +18,7 @@ PREVIEW_S = 0.5
 
 @dataclass(frozen=True)
 class Preview:
-    """The tensors that a rule would match and cast, and the change in bytes."""
+    """What a rule would do: the tensors that it would match and cast, and the change in bytes."""
 
     modules: frozenset[str]
     """Names of the modules that the pattern matches."""
@@ -37,7 +37,7 @@ class Preview:
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
     """Return what a rule would do. planned: the dtype of each tensor under the current recipe, by name.
 
-    Raises PatternError for a pattern that takes too long to match, since keys wait for the preview.
+    Raises PatternError for a pattern that takes too long to match, because key presses wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S)
     names = frozenset(taken.tensors)

@@ -32,7 +32,10 @@ class Losses:
 
 @dataclass(frozen=True)
 class Results:
-    """The results for one recipe, one set of settings and one set of inputs. A change of any of these starts with empty results."""
+    """The results for one recipe, one set of settings and one set of inputs.
+
+    If any of these three changes, a new object without results is used.
+    """
 
     losses: Losses = Losses()
     report: DriftReport | None = None
@@ -58,7 +61,10 @@ class Results:
 
     @property
     def loss_remedy_next(self) -> bool:
-        """Whether the key for remedies would apply `loss_remedy` next. A remedy for a non-finite output is applied first."""
+        """Whether the next press of the key for remedies applies `loss_remedy`.
+
+        A remedy for a non-finite output is applied first.
+        """
         return self.nonfinite is None or self.nonfinite.remedy is None
 
 

@@ -29,7 +29,7 @@ _DECADES = 3
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured recipe next to its prediction. Both are in the unit of the scan."""
+    """A measured recipe with its predicted drift. Measured and predicted drift are in the unit of the scan."""
 
     recipe: Recipe
     bytes: int
@@ -40,7 +40,7 @@ class Point:
 
 @dataclass
 class ScanState:
-    """The latest scan of the model."""
+    """The latest scan of the model, and what the screen shows of it."""
 
     report: ScanReport | None = None
     requested: tuple[str, ...] = ()
@@ -49,9 +49,11 @@ class ScanState:
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """Whether the engine ended before the scan finished. The next engine continues after the sequences that were saved."""
+    """Whether the engine ended before the scan finished. The next engine continues the scan after the sequences whose scores were
+    saved.
+    """
     dtype: str = ""
-    """The dtype whose scores are shown."""
+    """The dtype whose scores the screen shows."""
     measured: list[Point] = field(default_factory=list)
     version: int = 0
     """A number that increases with every change that the screen may have to show."""
@@ -163,8 +165,9 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """Return a node's (score as text, bar, heat), in the dtype shown. `heat` defines heat. Without a score, both texts are ""
-        and the heat is 0.
+        """Return a node's (score as text, bar, heat), in the dtype shown. The method `heat` defines the heat.
+
+        Without a score, both texts are "" and the heat is 0.
         """
         score = self.nodes.get(node)
         if score is None:

@@ -56,10 +56,10 @@ class SavedSession:
     path: Path | None = None
     """The path of the model's files, or None if it has none on this machine."""
     folder: Path | None = None
-    """The folder in which the program was started."""
+    """The folder in which the user started the program."""
     options: Options = field(default_factory=Options)
     recipes: tuple[Recipe, ...] = (Recipe(),)
-    """The history of recipes, oldest first."""
+    """The recipes of the session's history, oldest first."""
     at: int = 0
     """Index of the current recipe."""
     cursor: str = ""
@@ -69,7 +69,7 @@ class SavedSession:
     """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether only this user can have written the file. If False, Python code that the session names is not run."""
+    """Whether only this user can have written the session's file. If False, Python code that the session names is not run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -145,7 +145,7 @@ class SessionFile:
         self._pruned = False
 
     def save(self, session: SavedSession) -> None:
-        """Write the session. Raises UserError if this fails."""
+        """Write the session to its file. Raises UserError if the file can't be written."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:

@@ -23,13 +23,13 @@ class Step:
     window: str = ""
     """The window in which the step takes place. While it is not open, the tour goes back to the step that opens it."""
     opens: str = ""
-    """The window that the action should open. If it does not open, the action does not count."""
+    """The window that the action should open. The action counts only if this window opens."""
     done: Condition = lambda experiment: True
-    """A condition that must hold right after the action for the action to count."""
+    """A condition on the state right after the action. The action counts only if the condition holds."""
     until: Condition = lambda experiment: True
     """A condition that must hold, after the action, before the tour goes to the next step."""
     meanwhile: str = ""
-    """The text to show between the action and the next step."""
+    """The text to show after the action, while `until` does not hold yet."""
     unless: Condition = lambda experiment: False
     """A condition under which the step is skipped."""
 

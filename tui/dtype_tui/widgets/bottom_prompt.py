@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.preview import Preview
 
 _MOST_LINES = 4
-"""Most lines of a hint."""
+"""Maximum number of lines of a hint."""
 
 
 class BottomPrompt(Vertical):
@@ -70,7 +70,8 @@ class BottomPrompt(Vertical):
     def show_with(self, text: str, select: bool = False) -> None:
         """Show the prompt with `text` in its line, and focus the line. select: as in `LineInput.put`.
 
-        Another open prompt is closed first. Otherwise both would be in the same place, and one would return the focus to the other.
+        Another open prompt is closed first. Two open prompts would be in the same place, and closing one would return the focus
+        to the other.
         """
         for other in self.screen.query(BottomPrompt):
             if other is not self and other.is_open:
@@ -82,7 +83,10 @@ class BottomPrompt(Vertical):
         self.screen.set_focus(self.field)
 
     def hint(self, words: Text) -> None:
-        """Replace the hint. It is as high as its words need, up to _MOST_LINES, unless they have `no_wrap`."""
+        """Replace the hint. It is wrapped to as many lines as the text needs, at most `_MOST_LINES`.
+
+        A text with `no_wrap` stays on one line.
+        """
         lines = [words.plain] if words.no_wrap else textwrap.wrap(words.plain.strip(), max(20, self.app.size.width - 2))
         if len(lines) > 1:
             words = Text("\n".join(f" {line}" for line in lines[:_MOST_LINES]), style=words.style)

@@ -1,4 +1,4 @@
-"""An input line that calls its callbacks immediately."""
+"""An input line that calls functions at once when its text changes or Enter is pressed, instead of posting messages."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line of the pasted text that is not blank. Notify the user if other lines are left out."""
+        """Insert the first line of the pasted text that is not blank.
+
+        If there are further lines, tell the user that they are left out.
+        """
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]
@@ -58,7 +61,10 @@ class LineInput(Input):
             )
 
     def action_copy(self) -> None:
-        """Copy the selected text. Say what quits too, since Ctrl+C may mean that while a suggested text is selected."""
+        """Copy the selected text.
+
+        Also tell the user which key quits, because a user who presses Ctrl+C while a suggested text is selected may want to quit.
+        """
         super().action_copy()
         self.app.action_help_quit()
 

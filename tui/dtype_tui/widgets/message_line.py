@@ -15,11 +15,11 @@ _LEAST_LINES, _MOST_LINES = 2, 8
 
 
 class MessageLine(Static):
-    """Shows a message. It is hidden if there is none.
+    """Shows a message. The widget is hidden if there is no message.
 
-    In a window it has separate lines at the bottom. On the main screen it covers the end of the panes, but neither the keys nor the
-    cursor. in_place: set for the main screen. The widget then always keeps its place in the layout. So nothing else is redrawn when
-    it appears or disappears, unless the number of its lines changes.
+    In a window, the message has lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither the
+    keys nor the cursor. in_place: whether the widget is on the main screen. It then keeps its place in the layout while it is
+    hidden, so that nothing else is redrawn when a message appears or disappears, unless the number of the message's lines changes.
     """
 
     DEFAULT_CSS = """

@@ -52,14 +52,15 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
         self._completions: list[str] = []
         self._completion = ""
-        """The text of the line after the last completion, by which a further Tab is recognised."""
+        """The text of the line after the last completion. If the line still has this text, a further Tab shows the next completion.
+        """
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
         yield from super().compose()
 
     def open(self, node: str) -> None:
-        """Show the prompt with a rule for this node."""
+        """Show the prompt with a rule for the node with this name."""
         module = self.experiment.tree.modules.get(node)
         steps = generalisations(node, module.class_name if module else None)
         # Every pattern is more general than the one before, so if the first matches something, all do.

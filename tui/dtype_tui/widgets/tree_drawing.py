@@ -35,7 +35,7 @@ _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""Stands in place of the dtype in a (text, dtype) piece if the piece reports lost values."""
+"""The text that stands in place of the dtype in a (text, dtype) piece if the piece reports lost values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class RowState:
 
     under_cursor: bool
     lit: bool
-    """Whether a preview highlights the row."""
+    """Whether the row is highlighted because the rule that is being typed would match its node."""
     match: bool
     """Whether the row's name matches the filter."""
     opened: bool
@@ -168,7 +168,9 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """Return the dtype column: a module's mix or a tensor's cast, such as `f32→bf16`, and the layers that share its scale."""
+    """Return the dtype column: a module's dtypes with their shares, or a tensor's cast, such as `f32→bf16`, and the layers that
+    share the tensor's scale.
+    """
     pieces: list[tuple[str, str]]
     weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
     shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""
@@ -204,7 +206,10 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
-    """Return the drift of a row's module. For the root, it is the drift of the model's output. Returns None for a tensor."""
+    """Return the drift of a row's module. For the root of the tree, this is the drift of the model's output.
+
+    Returns None for a tensor.
+    """
     if row.tensor is None and not row.name and experiment.results.report is not None:
         return _as_of_module(experiment.results.report.output)
     return experiment.results.modules.get(row.name) if row.tensor is None else None
@@ -217,7 +222,7 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return the module's SQNR under the baseline recipe, and how much the SQNR under the current recipe differs from it."""
+    """Return the module's SQNR under the baseline recipe, and the difference of the SQNR under the current recipe from it."""
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 ORDERS = ("model", "bytes", "drift")
 """Orders in which a node's children can be shown: the model's order, by bytes (largest first), or by drift (worst first)."""
 MOST_MATCHES = 1000
-"""Maximum number of matches of a filter that are shown. Users do not step through more, and every key computes the matches anew."""
+"""Maximum number of a filter's matches that are shown. Users do not step through more matches, and every key press computes the
+matches anew.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +29,7 @@ class Row:
 
     name: str
     depth: int
-    """Number of nodes above the row's node."""
+    """Number of ancestors of the row's node."""
     module: Module
     """The module itself, or the module that holds `tensor`."""
     tensor: TensorInfo | None = None

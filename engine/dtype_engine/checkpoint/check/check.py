@@ -55,7 +55,7 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings.
 
-    against: the source checkpoint, which should have the same tensors. values: whether to read the values of all tensors, too.
+    against: the source checkpoint, which should have the same tensors. values: whether to read also the values of all tensors.
     Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
@@ -170,9 +170,8 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
 
 
 def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ.
-
-    broken: modules with an earlier finding, which already explains such a difference. They are skipped.
+    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ. broken: modules with an
+    earlier finding. They are skipped, because the earlier finding already explains such a difference.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -239,9 +238,8 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of tensors that were read, and one finding for each tensor that holds NaN or infinity, or is constant.
-
-    weights: names of the weights. Only a weight is reported for being constant.
+    """Return the number of tensors that were read, and one finding for each tensor that holds NaN or infinity, or whose values are
+    all equal. weights: names of the weights. Equal values are reported only for weights.
     """
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
     findings = []

@@ -37,7 +37,7 @@ _ORPHANS = {
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
     "weight._scale": "weight._data", ".scale_weight": ".weight",
 }  # fmt: skip
-"""Maps each suffix that no plain tensor's name has, only that of a weight's part, to the suffix that the name of the codes has."""
+"""Maps each suffix that only a part of a quantised weight can have to the suffix of the tensor with the weight's codes."""
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -98,7 +98,7 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """Return the layout of a tensor whose name alone shows that it holds codes, or None for any other tensor."""
+    """Return the layout of a tensor whose name alone shows that it holds codes, or None if the name does not show this."""
     return next(
         (
             layout
@@ -126,7 +126,7 @@ def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mappin
 
 
 def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the rows and columns of a block as `quantization_config` declares them. The default is the usual 128 x 128."""
+    """Return the rows and columns of a block as `quantization_config` declares them, or the usual 128 x 128 if it declares none."""
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     found = declared.get("weight_block_size")
@@ -188,7 +188,9 @@ def _scale_shapes(
 
 
 def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Return the shape of the scales in GPTQ, which packs codes along the inputs, or in AWQ, which packs them along the outputs."""
+    """Return the shape of the scales of a weight in GPTQ, which packs codes along the inputs, or in AWQ, which packs codes along
+    the outputs.
+    """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     bits, size = declared.get("bits"), declared.get("group_size")
@@ -201,7 +203,7 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix, expected shape) for each part of a weight, except its codes and scales, whose shape is known."""
+    """Yield (suffix, expected shape) for the parts of a weight whose shape is known, except the codes and scales."""
     if weight.layout is MLX:
         yield "biases", scale
         yield "qbiases", scale

@@ -80,8 +80,10 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Return (magnitudes, signs, largest magnitude but NaN) of floating-point values. A magnitude is a code without its sign bit.
-    The largest is infinity or, if the dtype lacks it, the largest finite value. Returns None for an unsupported dtype.
+    """Return (magnitudes, signs, largest magnitude that is not NaN) of floating-point values.
+
+    A magnitude is a code without its sign bit. The largest magnitude is infinity or, if the dtype lacks infinity, the largest
+    finite value. Returns None for an unsupported dtype.
     """
     import numpy as np
 

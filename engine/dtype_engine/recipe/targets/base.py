@@ -1,4 +1,6 @@
-"""Code that all targets share: classes for the plan to convert, the converted recipe, and tensors that can't be expressed."""
+"""Code that all targets share: classes for the plan to convert, for the converted recipe, and for tensors that a target can't
+express.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,15 @@ class Context:
     model_type: str | None = None
     """The `model_type` in config.json."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The names of each module class's base classes. Many tools use `isinstance`, so they need these names."""
+    """The names of each module class's base classes. Many tools select modules by `isinstance`, which also accepts base classes."""
     activations: Literal["none", "weights"] = "none"
     """The run setting `quantize_activations` for which the recipe is meant."""
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
-        """Return whether a module is an instance of one of these classes or, as far as base classes are known, of a subclass."""
+        """Return whether a module is an instance of one of these classes.
+
+        An instance of a subclass counts if the module's base classes are known.
+        """
         name = module.class_name
         return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
 
@@ -43,7 +48,7 @@ class Context:
         return names | {name for name in self.tree.modules if name}
 
     def in_scope(self) -> list[TensorInfo]:
-        """Return the tensors whose dtype rules can change."""
+        """Return the tensors whose dtype the rules of a recipe can change."""
         return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
 
 
@@ -53,7 +58,9 @@ class Unsupported:
 
     why: str
     part: Part
-    """"dtype" if the target gives the tensors another dtype; "scale" if it gives them the planned dtype with other scales."""
+    """What differs from the plan. "dtype": the target gives the tensors another dtype. "scale": it gives them the planned dtype,
+    but computes their scales by another rule.
+    """
     planned: str
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
@@ -66,7 +73,7 @@ class Conversion:
     """A recipe converted for another tool."""
 
     text: str
-    """The content of the file that the tool reads."""
+    """The content of the file that the other tool reads."""
     patterns: tuple[tuple[str, str], ...]
     """Each pattern in the tool's syntax with the dtype that its tensors get."""
     base: str | None
@@ -77,12 +84,12 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The tensors that a pattern matches in a target."""
+    """The tensors that one pattern matches when the target matches it."""
 
     tensors: frozenset[str]
     """Canonical names of the matched tensors."""
     problem: str | None = None
-    """Why the pattern matches nothing, or None if it matches or the reason is unknown."""
+    """Why the pattern matches nothing, or None if the pattern matches something or the reason is unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +100,9 @@ class Target:
     matcher: str
     """How the tool matches patterns, in words."""
     precedence: Callable[[Sequence[str]], int] | None
-    """Returns the index of the winning pattern among several that match a tensor; None if the tool has no order of precedence."""
+    """Returns the index of the pattern that wins among several that match the same tensor. None if the tool has no order of
+    precedence.
+    """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
     """Returns the canonical names of all tensors that the tool's patterns can affect."""
@@ -102,7 +111,10 @@ class Target:
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
-    """Compile a tool's regular expression. Unlike in our patterns, `.` does not match a line break. Raises PatternError."""
+    """Compile a tool's regular expression. `.` does not match a line break in it, although it does in this program's own patterns.
+
+    Raises PatternError.
+    """
     return compile_regex(source, pattern, kind, dotall=False)
 
 
@@ -122,7 +134,7 @@ def exact_first(patterns: Sequence[str]) -> int:
 
 
 class UnsupportedList:
-    """Collects tensors that a target can't express, and groups tensors with the same reason."""
+    """Collects the tensors that a target can't express. Tensors with the same reason form a group."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -136,14 +148,14 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A plan divided for a quantiser into the weights to quantise and one dtype for everything else."""
+    """A plan divided for a quantiser: the weights to quantise, and one dtype for all other tensors."""
 
     low: Mapping[str, str]
-    """The storage dtype of each weight to quantise, by canonical name."""
+    """The dtype to which each weight is to be quantised, by the weight's canonical name."""
     base: str
-    """The dtype of all tensors that are not in `low`."""
+    """The dtype of all tensors that are not in `low`, that is, not quantised."""
     losses: UnsupportedList
-    """The tensors that get a dtype other than the planned one."""
+    """The tensors to which the tool gives a dtype other than the planned one."""
 
     def by_dtype(self) -> dict[str, list[str]]:
         """Return the names of the weights to quantise, for each dtype, in the model's order."""
@@ -208,7 +220,7 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Explain why a tool can't quantise a tensor to a storage dtype. Returns None if it can."""
+    """Return why a tool can't quantise a tensor to `dtype`, or None if it can."""
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
         return f"{tool} quantises the parameters named 'weight' only"
@@ -229,7 +241,10 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype in which the plan has most elements. If it has none in a compute dtype, the stored dtypes decide."""
+    """Return the compute dtype in which the plan has most elements.
+
+    If the plan has no elements in a compute dtype, the stored dtypes are counted instead of the planned ones.
+    """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
         for tensor in tensors:
@@ -241,7 +256,9 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires that for its module."""
+    """Return a tensor's dtype after `from_pretrained(dtype=...)`: `dtype`, or float32 if the model requires float32 for the
+    tensor's module.
+    """
     kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
     strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
     plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
@@ -259,7 +276,7 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """Return a function for `Target.matchable` that returns the tensors which a quantiser of these module classes can affect."""
+    """Return a function for `Target.matchable`. It returns the tensors that a quantiser of these module classes can affect."""
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
@@ -269,9 +286,9 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a note that the tool's file does not quantise activations, if the recipe is for a run that quantises them.
+    """Return a note that the tool's file does not quantise activations, if the recipe is for a run that quantises activations.
 
-    written: the weight dtypes for which the file does quantise activations.
+    written: the dtypes of weights whose activations the file does quantise.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):

@@ -1,4 +1,7 @@
-"""Converts recipes for ComfyUI to a safetensors header's `_quantization_metadata` entry, which names each layer."""
+"""Converts recipes for ComfyUI.
+
+The result is the `_quantization_metadata` entry of a safetensors header, which names each quantised layer.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Converts recipes for diffusers' layerwise casting: a storage dtype, a compute dtype, and patterns of modules to skip.
+"""Converts recipes for diffusers' layerwise casting: the dtype in which weights are stored, the dtype in which the model computes,
+and patterns of the modules to skip.
 
-diffusers walks down from the root. It skips a module, and everything below it, if `re.search` finds a pattern in its dotted name.
-It casts whole modules of certain classes, biases included, and uses no scales.
+diffusers walks down from the model's root. It skips a module, and everything below the module, if `re.search` finds a pattern in
+the module's dotted name. It casts whole modules of certain classes, biases included, and uses no scales.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _planned(context: Context, tensor: str) -> str:
-    """Return a tensor's planned dtype without scales. A block format needs its scales, so it is returned unchanged."""
+    """Return a tensor's planned dtype without its scales, such as `int8`.
+
+    A block format can't do without scales, so its name is returned unchanged.
+    """
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:
         return dtype
@@ -74,7 +78,10 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return the pair of storage and compute dtypes with which the fewest elements deviate from their planned dtype."""
+    """Return a pair of dtypes, one for storing weights and one for computing.
+
+    With this pair, the fewest elements deviate from their planned dtype.
+    """
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
@@ -91,7 +98,9 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast, in which the plan has more elements in the storage dtype than in the compute dtype."""
+    """Return the modules to cast: those in which the plan has more elements in the dtype for storing than in the dtype for
+    computing.
+    """
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -149,7 +158,10 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
-    """Return Python code that casts the model. If no module is skipped, it passes `()`, as None would cast the model as a whole."""
+    """Return Python code that casts the model. If no module is skipped, the code passes `()`.
+
+    It can't pass None, because diffusers would then cast the model as a whole.
+    """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (
         f"    apply_layerwise_casting(\n        model, storage_dtype=torch.{storage}, compute_dtype=torch.{base}, "

@@ -1,8 +1,8 @@
 """Converts recipes for llama.cpp: lines for `llama-quantize --tensor-type-file`, with the names that tensors have in GGUF.
 
-llama-quantize searches for patterns (`std::regex_search`), so ours are anchored. llama-quantize uses these lines only
-if the requested type is a quantised one. We request Q8_0, to which a tensor without a line would be converted, so every tensor that
-can be quantised has a line.
+llama-quantize searches for a pattern anywhere in a name (`std::regex_search`), so the patterns written here are anchored.
+llama-quantize applies the lines of the file only if the requested type is a quantised one, so Q8_0 is requested. To keep Q8_0 from
+applying to other tensors, there is a line for every tensor that can be quantised.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
-    """Return the GGUF names of each tensor that rules can change, or () if it has none. Raises UserError like `name_map`."""
+    """Return, for each tensor that rules can change, its names in GGUF, or () if it has none.
+
+    Raises UserError if the gguf package does not know the architecture.
+    """
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
@@ -123,9 +126,10 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 
 
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
-    """Return a function that maps a module's name in transformers to its GGUF name, both without `.weight`.
+    """Return a function that maps a module's name in transformers to its name in GGUF.
 
-    blocks: how many layers the map must cover. Raises UserError if gguf does not know the architecture.
+    Both names are without `.weight`. blocks: the number of layers that the map must cover. Raises UserError if the gguf package
+    does not know the architecture.
     """
     import gguf
 
@@ -142,8 +146,9 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor. A gate and up projection that transformers
-    packs has two GGUF names.
+    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor.
+
+    A tensor in which transformers packs a gate projection and an up projection has two GGUF names.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

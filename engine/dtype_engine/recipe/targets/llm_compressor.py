@@ -1,7 +1,7 @@
 """Converts recipes for llm-compressor: a recipe with one `QuantizationModifier`.
 
 compressed-tensors matches targets against module names. A target is an exact name, a class name, or `re:` and an expression for
-`re.match`, which only anchors the start (so ours end in `$`). Only module weights are quantised.
+`re.match`. `re.match` only anchors the start, so the expressions written here end in `$`. Only module weights are quantised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The dtypes that llm-compressor quantises exactly as planned; of the MX formats, only the ones with its own scale rule."""
+"""The dtypes that llm-compressor quantises exactly as planned. Of the MX formats, these are only the ones with the scale rule that
+llm-compressor itself uses.
+"""
 
 
 def convert(context: Context) -> Conversion:

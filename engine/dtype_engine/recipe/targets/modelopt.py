@@ -80,7 +80,9 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """Return a dtype with ModelOpt's scales, and how they differ from the plan's, in words. Returns None if they are equal."""
+    """For a dtype that ModelOpt quantises with scales other than the planned ones, return the dtype with ModelOpt's scales, and the
+    difference in words. Returns None if the scales are equal.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None

@@ -1,7 +1,8 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
-Names are split at dots. Names that differ in only one part are merged repeatedly into a product of choices, which never matches
-additional names. If a part's choices are all numbers that any name has in that part, the part may match any number.
+Names are split at dots. Names that differ in only one part are merged repeatedly: the part gets a list of alternatives. The merged
+pattern matches no additional name. If a part's alternatives are all numbers that any name has in that part, the part may match any
+number.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The alternatives for one dot-separated part of a name; None for any number."""
+"""The alternatives for one dot-separated part of a name. None means any number."""
 Product = tuple[Choice, ...]
-"""For each part of a name, the set of alternatives. A product matches every combination of them."""
+"""A list of alternatives for each dot-separated part of a name. A name matches if each of its parts is one of the part's
+alternatives.
+"""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
@@ -56,7 +59,9 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return the product with each list of numbers replaced by any number, unless it would then match another name."""
+    """Return the product in which each list of numbers is replaced by any number, unless the product would then match a name that
+    it must not match.
+    """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])
@@ -104,7 +109,10 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Return the globs for one part of a name, one for each alternative. A glob has alternatives only for single characters."""
+    """Return the globs for one part of a name, one for each alternative.
+
+    If all alternatives are single digits, one glob lists them, as in `[123]`.
+    """
     if choice is None:
         return ["*"]
     texts = _sorted(choice)

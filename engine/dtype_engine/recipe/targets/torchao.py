@@ -31,7 +31,9 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
-"""The formats of torchao's symmetric `IntxWeightOnlyConfig`. As here, its scale is the group's largest |value| / 7.5 or 127.5."""
+"""The formats of torchao's symmetric `IntxWeightOnlyConfig`. Like this program, torchao computes a group's scale as its largest
+|value| divided by 7.5 (int4) or 127.5 (int8).
+"""
 SCALING = {
     f"{element}{rule}": mode
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
@@ -41,9 +43,13 @@ SCALING = {
 except for blocks whose largest |value| is 1.75 times a power of two.
 """
 BLOCKS = (*SCALING, "nvfp4")
-"""The formats in torchao's prototype of block formats. It supports only linear layers, and MX only with quantised activations."""
+"""The formats in torchao's prototype of block formats. The prototype supports only linear layers, and MX formats only with
+quantised activations.
+"""
 MADE_AS = "0.18"
-"""The torchao release whose JSON format is written. A test checks that torchao reads our JSON and writes the same JSON."""
+"""The torchao release whose JSON format is written. A test checks that torchao reads the JSON that this module writes, and writes
+the same JSON.
+"""
 
 
 def convert(context: Context) -> Conversion:
@@ -87,7 +93,10 @@ def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Explain why torchao can't quantise a module's weight to a dtype that it supports for other modules; None if it can."""
+    """Return why torchao can't quantise the weight of this module to a dtype to which it can quantise other weights.
+
+    Returns None if it can.
+    """
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:

@@ -74,7 +74,9 @@ def matchable(context: Context) -> frozenset[str]:
 
 
 def match(context: Context, pattern: str) -> Match:
-    """Match as `modules_to_not_convert` of transformers does: from the start to the end of a part of the name, or as a suffix."""
+    """Match as the option `modules_to_not_convert` of transformers does: the pattern matches from the start of the name to the end
+    of one of its parts, or as a suffix of the name.
+    """
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
     key = pattern.removeprefix("re:")

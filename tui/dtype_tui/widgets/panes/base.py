@@ -62,5 +62,8 @@ class Pane(VerticalScroll, can_focus=False):
 
     @property
     def columns(self) -> int:
-        """The width of the text in cells. A further cell is reserved for a scrollbar, so the width does not depend on one."""
+        """The width of the text in cells.
+
+        One more cell is always reserved for a scrollbar, so the width is the same whether or not a scrollbar is shown.
+        """
         return max(20, self.size.width - 1)

@@ -88,7 +88,10 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the lost values before the text: they are known before the drift is, and even if the drift can't be measured."""
+        """Put the rows about lost weight values before the text.
+
+        These values are known before the drift is, and even if the drift can't be measured.
+        """
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
@@ -138,7 +141,10 @@ class DriftPane(Pane):
         return self._with_worst(grid, after)
 
     def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
-        """Add the output's metrics over the inputs in `extent`. If there is a baseline recipe, its metrics are next to them."""
+        """Add the metrics of the output over the inputs in `extent`.
+
+        If there is a baseline recipe, add its metrics next to those of the current recipe.
+        """
         base = self.experiment.baseline
         if base is not None:
             grid.add_row("P", Text(f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}", style="dim"))
@@ -171,9 +177,10 @@ class DriftPane(Pane):
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
 
     def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
-        """Add the modules that drift most: next to their label or, if their names are too long, over the full width of the pane.
+        """Add the modules that drift most.
 
-        after: rows to add after these modules.
+        They stand next to their label or, if their names are too long for that, over the full width of the pane. after: rows to add
+        after these modules.
         """
         worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
         labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1

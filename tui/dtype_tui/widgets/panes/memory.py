@@ -1,4 +1,4 @@
-"""The Memory pane: bytes of the checkpoint as stored, as planned, of the tensors in memory, and of the process."""
+"""The Memory pane: the bytes of the checkpoint as stored and as planned, of the tensors in memory, and of the whole process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dtype_tui.widgets.panes.base import Pane
 
 
 class MemoryPane(Pane):
-    """Shows the bytes of the checkpoint as stored, as planned, of the tensors in memory, and of the process."""
+    """Shows the bytes of the checkpoint as stored and as planned, of the tensors in memory, and of the whole process."""
 
     HELP = (
         "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
@@ -60,8 +60,9 @@ class MemoryPane(Pane):
         return grid
 
     def _mix(self) -> Text:
-        """Return a bar of the planned bytes with a section per dtype, and a legend. The bar's full width stands for the larger of
-        stored and planned bytes.
+        """Return a legend, and a bar of the planned bytes with a section for each dtype.
+
+        The bar's full width stands for the stored bytes or the planned bytes, whichever are larger.
         """
         shares = self.experiment.totals[""].mix()
         plan = self.experiment.plan

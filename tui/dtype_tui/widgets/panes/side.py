@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SidePanes(Vertical):
-    """The panes, one above the other if they fit, otherwise one at a time below a line of tabs."""
+    """The three panes: one above the other if they fit, otherwise one at a time below a line of tabs."""
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
