@@ -286,7 +286,10 @@ class MainScreen(Screen[None]):
         self._windows.causes()
 
     def action_inputs(self, line: str = "") -> None:
-        """Run the model on the inputs that `line` names. Without a line, open the window with the current inputs."""
+        """Run the model on the inputs that the text `line` names.
+
+        If there is no such text, open the window with the current inputs.
+        """
         if not self.experiment.model.live:
             self.say(self.controller.open_error or "the inputs are known when the model is loaded", "information")
         elif line:

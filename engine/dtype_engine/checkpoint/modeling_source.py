@@ -61,8 +61,8 @@ def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> 
     """Return the prefix, such as `language_model.`, that all tensor names of a checkpoint have and its architecture does not
     expect. Returns "" if there is no such prefix or the architecture is unknown.
 
-    Loaders can add or drop only the architecture's own prefix. A prefix therefore counts as foreign only if the architecture's
-    own prefix follows it in most names.
+    Loaders can add or drop only the architecture's own prefix. A prefix therefore counts as foreign only if the architecture's own
+    prefix follows it in most names.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

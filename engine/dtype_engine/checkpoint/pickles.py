@@ -45,8 +45,8 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """The contents of pickles: headers and tensors, under all names of each tensor. `aliases` maps a tensor's further names to
-    its first name. `notices` are sentences that the user should see.
+    """The contents of pickles: headers and tensors, under all names of each tensor. `aliases` maps a tensor's further names to its
+    first name. `notices` are sentences that the user should see.
     """
 
     tensors: dict[str, CheckpointTensor]

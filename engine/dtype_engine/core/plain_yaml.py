@@ -1,5 +1,5 @@
-"""Reads the part of YAML that this program's files use: strings, numbers, lists and mappings. Anchors, aliases and deep nesting
-are refused, because a file of a few hundred bytes could exhaust the memory through them.
+"""Reads the part of YAML that this program's files use: strings, numbers, lists and mappings. Anchors, aliases and deep nesting are
+refused, because a file of a few hundred bytes could exhaust the memory through them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A model's modules and tensors as a tree, which the screen shows and patterns are matched against. Does not import torch.
 
-A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the model is in memory, a
-second tree is built from the model (`runtime.model.live`), which adds module classes, tied weights and buffers.
+A checkpoint's first tree is built from its headers (`from_tensors`), without module classes. Once the model is in memory, a second
+tree is built from the model (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations

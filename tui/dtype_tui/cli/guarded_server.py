@@ -22,9 +22,8 @@ class GuardedServer(Server):
 
     A person who controls the app has the user's rights. A listening port is open to the other users of this machine, and to any web
     page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
-    (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can
-    have, and
-    must not come from another page. The server answers all other requests with status 403.
+    (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can have,
+    and must not come from another page. The server answers all other requests with status 403.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:

@@ -35,7 +35,7 @@ class Offer:
     """A few words that say where the model comes from."""
     nbytes: int | None = None
     modified: float | None = None
-    """The time at which the model was last written or opened, in seconds since 1970."""
+    """The time in seconds since 1970 at which the model was last written or opened."""
 
 
 DEMO = Offer("demo", "built in, 708 k parameters")

@@ -52,7 +52,9 @@ def worst_lines(
 
 
 def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
-    """Return the lines of each module: its SQNR without unit and its shortened name or, if that is not unique, its full name."""
+    """Return the lines of each module: its SQNR without unit, and its shortened name or, if a second module's name would be
+    shortened to the same text, its full name.
+    """
     numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)
     lines = []

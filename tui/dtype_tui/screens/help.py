@@ -208,7 +208,9 @@ def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return a heading and the rows below it. width: the page's width in cells; if None, descriptions are not wrapped."""
+    """Return the lines of a heading and of the rows below it. width: the page's width in cells; if None, descriptions are not
+    wrapped.
+    """
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
     lines = [Text(title, style="bold")]

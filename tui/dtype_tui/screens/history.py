@@ -31,7 +31,7 @@ _RULES = "rules"
 _RULES_WIDTH = 22
 """Minimum width in cells of the column of rules. Other columns are left out if it would be narrower."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
-"""Columns to leave out if the window is narrow, beginning with the first."""
+"""Columns that are left out if the window is narrow. The first in the list is left out first."""
 _PADDING = 2
 
 

@@ -1,8 +1,7 @@
 """The base class of windows over the main screen, which makes sure that a window closes only once.
 
-Textual's own `dismiss` removes the topmost screen, even if this is not the screen that was to be closed. If two keys or clicks
-that close a window arrive
-together, the second would remove the screen below the window, possibly the app's last screen.
+Textual's own `dismiss` removes the topmost screen, even if this is not the screen that was to be closed. If two keys or clicks that
+close a window arrive together, the second would remove the screen below the window, possibly the app's last screen.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._check_path = check_path
         self._source = source
         self._checking: str | None = None
-        """The path that an engine on another machine is checking, or None if it checks no path."""
+        """The path that an engine on another machine is checking, or None if no path is being checked."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)

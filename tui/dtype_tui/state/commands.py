@@ -18,7 +18,7 @@ from dtype_tui.config.key_names import name_of
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
-"""Kinds of arguments that are a single path, which may contain spaces."""
+"""Kinds of arguments that consist of one path. Unlike other arguments, a path may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
 """All kinds of arguments in which paths are completed."""
 

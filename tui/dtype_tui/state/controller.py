@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class Controller:
     """Controls one experiment and the engine that runs it.
 
-    notify: shows a sentence until the user has read it. changed: redraws the screen. Every method except `handle` calls it after
-    a change of the state.
+    notify: shows a sentence until the user has read it. changed: redraws the screen. Every method except `handle` calls it after a
+    change of the state.
     """
 
     def __init__(

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """The types of events that carry the recipe of their request. Such events remain valid after the current recipe has changed."""
 _MOST_KNOWN = 10
-"""Maximum number of drift reports that are kept. If the report of an earlier recipe is kept, an undo to this recipe shows it at
-once.
-"""
+"""Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,9 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """Return two lists of rule indices: rules that match only tensors of this node, and rules that also match other tensors."""
+    """Return two lists of rule indices: of the rules that match only tensors of this node, and of the rules that match tensors of
+    this node and others.
+    """
     inside_node = tensor_names(tree, node)
     inside: list[int] = []
     beyond: list[int] = []

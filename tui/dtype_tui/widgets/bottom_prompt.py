@@ -70,8 +70,8 @@ class BottomPrompt(Vertical):
     def show_with(self, text: str, select: bool = False) -> None:
         """Show the prompt with `text` in its line, and focus the line. select: as in `LineInput.put`.
 
-        Another open prompt is closed first. Two open prompts would be in the same place, and closing one would return the focus
-        to the other.
+        Another open prompt is closed first. Two open prompts would be in the same place, and closing one would return the focus to
+        the other.
         """
         for other in self.screen.query(BottomPrompt):
             if other is not self and other.is_open:

@@ -138,7 +138,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
 
     def next_match(self, step: int) -> bool:
-        """Go to the next or previous node that matches the filter. Returns False if no node matches."""
+        """Go to the next or previous node that matches the filter. Returns False if no node matches the filter."""
         indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set]
         if not indices:
             return False

@@ -19,7 +19,7 @@ class Pane(VerticalScroll, can_focus=False):
     """A titled box around a text."""
 
     HELP = ""
-    """The text by which the help explains the pane's terms."""
+    """The text that explains the terms of this pane in the help."""
 
     DEFAULT_CSS = """
     Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 0 0 1; height: auto;
