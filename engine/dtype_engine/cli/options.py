@@ -184,8 +184,8 @@ _MEASURING = (
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="When to measure the noise floor, the reference's drift from itself. auto: when a drift may be below this floor; "
-        "the app also measures it whenever the engine is idle.",
+        help="When to measure the noise floor, the reference's drift from itself. auto: when a drift may be below this floor "
+        "(in dtype-tui, also whenever the engine is idle).",
     ),
     click.Option(
         ["--modules"],

@@ -132,7 +132,7 @@ class RunRequest:
         return Planned(checkpoint, tree, require_matches(tree, self.with_preset(tree)))
 
     def with_preset(self, tree: Tree) -> Recipe:
-        """Return the rules of the preset for a tree, followed by those of `recipe`. Raises UserError."""
+        """Return the rules that the chosen preset gives for this tree, followed by the rules of `recipe`. Raises UserError."""
         if self.preset is None:
             return self.recipe
         from dtype_engine.recipe.presets import preset

@@ -123,7 +123,7 @@ class Evaluated:
 
 
 def other_versions(result: Evaluated) -> str:
-    """Say which versions that affect metrics differ: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`; "" if none differ."""
+    """Return the version differences that can affect metrics: `process 17 on node3 has torch 2.10.0 (here 2.9.1)`; "" if none."""
     own = versions()
     others = [
         f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {own[name]})"

@@ -33,7 +33,7 @@ class MeasuredRecipe:
     overflowed: int = 0
     """Number of weight values that casts made infinite. Tensors whose values a cast only rounds are not counted."""
     vanished: int = 0
-    """Number of nonzero weight values that casts made zero. Tensors whose values a cast only rounds are not counted."""
+    """Number of nonzero weight values that casts made zero, summed over the tensors whose losses are more than rounding."""
     pinned: bool = False
 
     @property

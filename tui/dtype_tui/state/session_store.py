@@ -38,7 +38,7 @@ from dtype_tui.state.measurement_log import MeasuredRecipe
 VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
-"""Maximum number of recipes saved before the current recipe, for undo in a resumed session, and after it, for redo."""
+"""Maximum number of undo steps, and likewise of redo steps, that are saved for a resumed session."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
 """Options that allow code to run or to be downloaded. Sessions do not save them: a file must not give such a permission."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]

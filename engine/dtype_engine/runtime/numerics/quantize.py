@@ -93,10 +93,10 @@ def quantize_in_blocks(
     on_block: Callable[[int, torch.Tensor], None],
     amax: float | None = None,
 ) -> torch.Tensor:
-    """Quantize a tensor to a dtype without blocks, a few rows at a time; returns its scales, as `cast_or_quantize` does.
+    """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, as `cast_or_quantize` does.
 
     on_block: called as `on_block(start, codes)` in several threads and in no particular order, with the flat codes of some rows and
-    the index of their first element in the flattened tensor. The next rows overwrite the codes. amax: the largest |value| of all
+    the index of their first element in the flattened tensor. `codes` is a reused buffer. amax: the largest |value| of all
     tensors that share one scale with this tensor, in all channels; if None, this tensor has scales of its own.
     """
     rows = as_rows(tensor)

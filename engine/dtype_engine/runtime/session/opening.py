@@ -50,11 +50,11 @@ def open_session(
     on_step: OnStep = lambda step: None,
     refused: Callable[[str], None] | None = None,
 ) -> Session:
-    """Open a model: load it and create its inputs. No tensor is cast.
+    """Open a model: load it and create its inputs. No tensor is cast yet.
 
     Args:
-        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module, which is
-            not copied but set to evaluation mode and cast in place.
+        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module. It
+            is not copied: it is set to evaluation mode, and later casts change it in place.
         options: How to open and run it.
         inputs: The inputs: a dict (keyword arguments), a tuple (positional arguments), a tensor, or a list of these, one per call.
         on_step: Called with a description of each step.
