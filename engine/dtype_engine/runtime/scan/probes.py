@@ -16,10 +16,10 @@ import torch
 class OutputProbes:
     """Gradients at the main output whose mean outer product is the matrix that weighs errors in the drift's second-order term.
 
-    For a distribution of C classes over P positions, this matrix is the Fisher information of the softmax; for any other output, it
-    is the identity. Sums over the gradients are divided by `normalizer`, which is the number of positions, or the output's energy Σr². If
-    a few vectors reproduce the matrix exactly, all of them are used (`complete`); the matrix is then the sum of their outer products
-    instead of the mean.
+    For a distribution of C classes over P positions, this matrix is the Fisher information of the softmax. For any other output, it
+    is the identity. Sums over the gradients are divided by `normalizer`, which is the number of positions, or the output's energy
+    Σr². If a few vectors reproduce the matrix exactly, all of them are used (`complete`). The matrix is then the sum of their outer
+    products instead of the mean.
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:
