@@ -12,7 +12,9 @@ QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py 
 demo: $(VENV)/.runs
 	$(BIN)/dtype-tui demo
 
-test: lint unit
+# Linters and tests run side by side, because mypy uses one core only. If one of the two fails, the other still ends, and `test` fails.
+test: $(VENV)/.tests
+	$(MAKE) -j2 lint unit
 
 lint: $(VENV)/.tests
 	$(BIN)/ruff check
@@ -25,9 +27,10 @@ lint: $(VENV)/.tests
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-# Under a minute: the rooms without torch and the app, but for what is marked slow. The app's tests wait more than they work.
+# Under a minute: the packages without torch and the app, without tests marked slow. Each process imports torch and Textual first, so
+# on two cores a third process pays and a fourth does not.
 quick: $(VENV)/.tests
-	$(BIN)/pytest -n 4 --dist worksteal -m "not slow" $(QUICK)
+	$(BIN)/pytest -n 3 --dist worksteal -m "not slow" $(QUICK)
 
 # All tests once more, with the lines that none of them reaches: about half as long again on Python 3.11.
 coverage: $(VENV)/.tests
@@ -43,11 +46,12 @@ matrix: $(VENV)/.tests
 	$(BIN)/python -m tests.matrix
 
 # Five thousand damaged files of each kind (the test run has 150), 100,000 damaged headers (it has 2,000), 5,000 damaged messages
-# (it has 100), and three times 20,000 keys.
+# (it has 100), random events in every scene, and three times 20,000 keys.
 fuzz: $(VENV)/.tests
 	$(BIN)/python -m tests.engine.hostile.fuzz 5000
 	$(BIN)/python -m tests.engine.hostile.test_checkpoints 100000
 	$(BIN)/pytest --hypothesis-profile "many examples" tests/engine/worker/test_messages.py
+	$(BIN)/python -m tests.tui.test_hostile_events 1 10
 
 random-keys: $(VENV)/.tests
 	for seed in 1 2 3; do $(BIN)/python -m tests.terminal.random_keys $$seed || exit 1; done

@@ -366,6 +366,7 @@ READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=60, deadline=None)
@@ -629,6 +630,7 @@ def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, caps
     assert "add --model" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lint_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path, "*.mlp=fp8")
     arguments = ["recipe", "lint", file, "--model", DEMO, "--for"]

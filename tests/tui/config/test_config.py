@@ -126,6 +126,7 @@ def test_a_pipe_for_a_configuration_is_refused_at_once(written: Path) -> None:
         read_config(*KNOWN)
 
 
+@pytest.mark.slow
 async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
     config = Config("high-contrast", "never", {"undo": "f5", "drop-rules": "ctrl+d"})
     app = make_app(config=config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.text import Text
@@ -15,6 +16,7 @@ def laid(found: list[list[str]], width: int, narrowest: int) -> list[str]:
     return in_columns([[Text(line) for line in block] for block in found], width, narrowest).plain.split("\n")
 
 
+@pytest.mark.slow
 @given(blocks, st.integers(24, 120))
 def test_nothing_is_lost_and_no_block_is_torn_apart(found: list[list[str]], width: int) -> None:
     page = laid(found, width, 22)

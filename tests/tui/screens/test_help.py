@@ -113,6 +113,7 @@ def test_every_line_of_the_help_begins_small() -> None:
     assert begun == {letter.lower() for letter in begun}
 
 
+@pytest.mark.slow
 async def test_keys_that_were_put_elsewhere_are_shown_there() -> None:
     app = make_app(config=Config(keys={"measure": "f5"}))
     async with running(app) as pilot:

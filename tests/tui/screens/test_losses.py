@@ -53,6 +53,7 @@ async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None,
     await say(app, pilot, events.CastDone(F16, lost, reason), events.Idle())  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [WIDE, SMALL])
 async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple[int, int]) -> None:
     app = make_app()

@@ -88,6 +88,7 @@ async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() ->
         assert "1 of 2 sequences" in screen(app)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int, int]) -> None:
     app = make_app()

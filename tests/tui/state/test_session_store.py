@@ -102,6 +102,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     st.lists(
