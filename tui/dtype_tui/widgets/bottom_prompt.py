@@ -87,7 +87,9 @@ class BottomPrompt(Vertical):
 
         A text with `no_wrap` stays on one line.
         """
-        lines = [words.plain] if words.no_wrap else textwrap.wrap(words.plain.strip(), max(20, self.app.size.width - 2))
+        width = max(20, self.app.size.width - 2)
+        shown = words.plain[: 2 * _MOST_LINES * width].strip()  # wrapping a pasted megabyte would take minutes
+        lines = [words.plain] if words.no_wrap else textwrap.wrap(shown, width)
         if len(lines) > 1:
             words = Text("\n".join(f" {line}" for line in lines[:_MOST_LINES]), style=words.style)
         widget = self.query_one(f"#{self.id}-hint", Static)

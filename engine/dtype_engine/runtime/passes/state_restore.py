@@ -115,7 +115,8 @@ class _State:
     def add_module(self, module: nn.Module) -> None:
         """Save the state of one module without that of its submodules."""
         attributes = module.__dict__
-        self._named += [(each, each.copy()) for each in (attributes, *(attributes[name] for name in _WITH_TENSORS))]
+        of_torch = [attributes[name] for name in _WITH_TENSORS if isinstance(attributes[name], dict)]
+        self._named += [(each, each.copy()) for each in (attributes, *of_torch)]
         for name, value in attributes.items():
             if name not in _OF_TORCH:
                 self._add(value, _DEPTH)

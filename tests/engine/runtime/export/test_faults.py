@@ -196,7 +196,7 @@ def test_force_replaces_an_export_and_nothing_else(
     monkeypatch.chdir(tmp_path)
     link = tmp_path / "link"
     link.symlink_to(out)
-    with pytest.raises(UserError, match="is no folder"):
+    with pytest.raises(UserError, match="is a link to the folder"):
         export(source, link, force=True)
 
 
