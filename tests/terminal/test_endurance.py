@@ -48,7 +48,7 @@ def leave(terminal: Terminal) -> None:
         (":cast *.mlp bf16\r", r"\*\.mlp → bf16  18"),
         (":go model.layers.4.mlp\r", r"❯ +▾ mlp|❯ +▸ mlp"),
         ("/down_proj\r", r"n next match"),
-        ("c=stored", r"matches nothing in this model"),
+        ("c\x1b[F=stored", r"matches nothing in this model"),
     ],
 )
 def test_keys_that_come_in_one_burst_reach_the_prompt_they_open(terminal: Terminal, typed: str, seen: str) -> None:
