@@ -118,7 +118,7 @@ def test_a_megabyte_pasted_into_the_tree_does_nothing_and_into_a_prompt_is_one_t
     terminal.wait_for(r"❯ +▾ model", 60)
     assert "No rules" in terminal.text
     terminal.press(":")
-    terminal.wait_for(r"cast  causes  columns", 20)
+    terminal.wait_for(r"cast  causes  check  columns", 20)
     send(blob)
     terminal.wait_for("no command", 60)
     terminal.press("\x1b")
