@@ -84,9 +84,9 @@ async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str,
 
 def test_a_browser_gets_the_app_and_its_keys_work() -> None:
     with served("demo") as (address, _):
-        page, drawn = asyncio.run(what_a_browser_sees(address, r"takes.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
+        page, drawn = asyncio.run(what_a_browser_sees(address, r"matches.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
     assert "<html" in page.lower()
-    assert re.search(r"takes.{0,60}18.{0,60}tensors", drawn)
+    assert re.search(r"matches.{0,60}18.{0,60}tensors", drawn)
 
 
 async def statuses(address: str) -> dict[str, int]:
