@@ -76,9 +76,3 @@ class ModuleComparer(ModuleObserver):
         if self._on_sums is not None and self._throttle.due():
             self._on_sums({name: self.sums[name] for name in self._unreported})
             self._unreported.clear()
-
-    def restart(self) -> None:
-        """Discard all sums."""
-        self.sums.clear()
-        self._routing.restart()
-        self._unreported.clear()

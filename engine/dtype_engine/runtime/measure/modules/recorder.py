@@ -46,13 +46,6 @@ class ModuleRecorder(ModuleObserver):
         if is_router(module):
             self.choices[module, call] = chosen.clone()
 
-    def restart(self) -> None:
-        """Discard everything that was recorded."""
-        self.choices.clear()
-        self.outputs.clear()
-        self.left_out.clear()
-        self._left, self._last = self._budget, None
-
     def copy_of(self, output: torch.Tensor) -> torch.Tensor:
         """Return a copy of the main output. If the last module returned the same tensor, its recorded copy is shared: this is usual
         for logits, the largest output in a model with a large vocabulary.

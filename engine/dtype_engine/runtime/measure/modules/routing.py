@@ -90,10 +90,6 @@ class RoutingComparer:
                     return True
         return False
 
-    def restart(self) -> None:
-        """Discard the results of the comparison."""
-        self._changed.clear()
-
 
 def is_router(module: str) -> bool:
     """Return whether a module has a name that routers usually have."""
