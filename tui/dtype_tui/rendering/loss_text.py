@@ -43,7 +43,7 @@ def loss_rows(
     of the key for remedies applies `remedy`.
     """
     if lost is None:
-        return [("values", reason)] if reason else []
+        return [("values", printable(reason, 300))] if reason else []
     rows = [("⚠ lost" if not index else "", line) for index, line in enumerate(_sentences(lost))]
     if remedy is not None and rows:
         rules = ", ".join(printable(rule, 200) for rule in remedy.rules)

@@ -76,7 +76,8 @@ def status_line(
     if lost := loss_status(experiment.results.losses.values or ()):
         line.append(f"  {lost}", style="bold")
     where = printable(experiment.model.device or experiment.model.host, 40)
-    parts = [part for part in (printable(experiment.model.title, 40), experiment.model.class_name, where) if part]
+    class_name = printable(experiment.model.class_name, 60)
+    parts = [part for part in (printable(experiment.model.title, 40), class_name, where) if part]
     while parts and line.cell_len + len(" · ".join(parts)) + 2 > width:
         parts.pop(min(1, len(parts) - 1))  # leave out the class first, then the device
     about = " · ".join(parts)
