@@ -17,7 +17,6 @@ from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import scripted_calls
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
@@ -192,7 +191,6 @@ class ForwardRunner:
                     if options.around is not None:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
-                    contexts.enter_context(scripted_calls(mode.run))
                     contexts.enter_context(exits_as_errors())
                     output = call()
                 if model.device.type == "cuda":

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import own_tensors
+from dtype_engine.runtime.model.torch_private import own_tensors, scripted_calls
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
@@ -49,8 +49,12 @@ def stored_values(model: LiveModel) -> Iterator[None]:
 def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
-    """Give the pass in the block the same initial state as every other pass, and restore the model's state after the block."""
-    with same_random_numbers(model.device), left_as_found(model, behavior, modules, mode), uncompiled():
+    """Give the pass in the block the same initial state as every other pass, and restore the model's state after the block.
+
+    The mode also runs the calls of TorchScript functions, which torch shows to no mode.
+    """
+    found = left_as_found(model, behavior, modules, mode)
+    with same_random_numbers(model.device), found, uncompiled(), scripted_calls(mode.run):
         yield
 
 

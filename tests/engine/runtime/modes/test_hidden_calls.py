@@ -102,3 +102,11 @@ def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[n
         assert (dtype == "float32") == (output.max_abs == 0)
     for name, tensor in session.model.module.state_dict().items():
         assert torch.equal(tensor, made().state_dict()[name]), "a measurement writes to no weight"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_an_estimated_scan_sees_what_torchscript_runs() -> None:
+    torch.manual_seed(0)
+    session = de.open(Scripted(), inputs=(torch.randn(5, 8),))
+    exact = session.scan(["int8"], exact=True).scores()["gate", "int8"]
+    assert session.scan(["int8"], draws=300).scores()["gate", "int8"] == pytest.approx(exact, rel=0.3)
