@@ -50,15 +50,16 @@ class RandomEvents:
     def _tree_parts(self) -> Iterator[list[Any]]:
         chance = self._chance
         with_classes = chance.random() < 0.7
+        used = set[str]()
         for _ in range(chance.choice((0, 1, 1, 3))):
             kinds = ("parameter", "buffer", "non-persistent buffer")
             tensors: list[list[Any]] = [
                 [
-                    self._text(),
+                    self._name(used),
                     self._shape(),
                     self._text(),
                     chance.choice(kinds),
-                    [self._text()] * chance.randint(0, 2),
+                    [self._name(used) for _ in range(chance.choice((0, 0, 0, 1, 2)))],
                     self._int() if chance.random() < 0.1 else None,
                     self._text() if chance.random() < 0.1 else None,
                     chance.random() < 0.1,
@@ -73,6 +74,14 @@ class RandomEvents:
                 for _ in range(chance.choice((0, 1, 20)))
             ]
             yield ["TreePart", with_classes, tensors, modules]
+
+    def _name(self, used: set[str]) -> str:
+        """A name of a tensor. It is rarely one of those `used`: a tree with two tensors of one name is refused as a whole."""
+        name = self._text()
+        if name in used and self._chance.random() < 0.99:
+            name += f".{len(used)}"
+        used.add(name)
+        return name
 
     def _shape(self) -> list[int]:
         return [self._int() for _ in range(self._chance.choice((0, 1, 2, 2, 9)))]

@@ -215,10 +215,8 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
 
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
-    """Return a tensor's bytes after a cast to `dtype`, or as stored if `dtype` is its stored dtype, `dtypes.STORED` or unknown."""
-    if dtype in (tensor.dtype, dtypes.STORED) or dtype not in dtypes.BY_NAME:
-        return tensor.nbytes
-    return dtypes.nbytes_in(tensor.shape, dtype)
+    """Return a tensor's bytes after a cast to `dtype`, or as stored if `dtype` is its stored dtype or `dtypes.STORED`."""
+    return tensor.nbytes if dtype in (tensor.dtype, dtypes.STORED) else dtypes.nbytes_in(tensor.shape, dtype)
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:

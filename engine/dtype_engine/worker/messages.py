@@ -172,6 +172,8 @@ class AnswerDecoder:
         """Build a tree from the parts that have arrived since the previous tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []
+        if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):
+            raise ValueError("two tensors of a tree have one name")
         tree = Tree(
             tensors,
             {name: self._safe(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
