@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from dtype_engine.core import dtypes
 from dtype_engine.recipe import Rule
+from dtype_engine.results.check import KINDS
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 
@@ -36,6 +37,9 @@ def check_event(event: object) -> None:
             _check_dtypes(
                 (*event.report.dtypes, event.report.reference, *{score.dtype for score in event.report.weights})
             )
+        case events.FilesChecked():
+            if unknown := {finding.kind for finding in event.report.findings} - KINDS.keys():
+                raise ValueError(f"there is no finding of the kind {min(unknown)}")
         case events.WeightInspected():
             if any(abs(power) > _LARGEST_EXPONENT or count < 1 for power, count in event.stats.exponents.counts):
                 raise ValueError("a power of two that no value has")
