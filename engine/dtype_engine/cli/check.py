@@ -8,7 +8,6 @@ from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
-from dtype_engine.results.as_json import as_json
 
 NO = 1
 _MOST_TENSORS = 10_000
@@ -62,10 +61,10 @@ def check(
 
         report = with_architecture(report, source, request.options, checkpoint)
     say("")
-    from dtype_engine.reports.text_check import check_sarif, check_text
+    from dtype_engine.reports.text_check import check_json, check_sarif, check_text
 
     if sarif or as_object:
-        print_json(check_sarif(report) if sarif else as_json(report))
+        print_json(check_sarif(report) if sarif else check_json(report))
     else:
         answer(check_text(report))
     return NO if report.findings else 0

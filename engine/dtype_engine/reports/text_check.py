@@ -1,4 +1,4 @@
-"""Formats the check of a checkpoint as text, and as SARIF, which code hosts and editors show next to files."""
+"""Formats the check of a checkpoint as text, as JSON, and as SARIF, which code hosts and editors show next to files."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural, seconds_text
 from dtype_engine.core.version import __version__
+from dtype_engine.results.as_json import as_json
 from dtype_engine.results.check import KINDS, CheckReport, Finding
 
 SHOWN = 20
@@ -37,6 +38,11 @@ def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
     for finding in report.findings:
         found[finding.kind].append(finding)
     return {kind: each for kind, each in found.items() if each}
+
+
+def check_json(report: CheckReport) -> dict[str, Any]:
+    """Return the report as a JSON object, with the title, the reason and the public issues of each kind that was found."""
+    return {**as_json(report), "kinds": {kind: as_json(KINDS[kind]) for kind in by_kind(report)}}
 
 
 def check_sarif(report: CheckReport) -> dict[str, Any]:
