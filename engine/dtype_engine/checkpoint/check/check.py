@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.check.parts import find_misshapen, find_unpaired
@@ -161,10 +163,7 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
             continue
         read += 1
         zero, negative = (0 if zeros else counted.zero), (0 if signed else counted.negative)
-        elements = 1
-        for extent in tensors[name].shape:
-            elements *= extent
-        if text := type(counted)(counted.nan, counted.infinite, zero, negative).text(elements):
+        if text := replace(counted, zero=zero, negative=negative).text(prod(tensors[name].shape)):
             findings.append(Finding("scale-values", name, text, tensors[name].file.name))
     return read, findings
 
