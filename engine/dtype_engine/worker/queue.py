@@ -163,7 +163,8 @@ def _add(queue: Queue, command: Command) -> Queue:
 def _put_back(queue: Queue, command: Command) -> Queue:
     if any(supersedes(waiting, command) for waiting in queue.waiting):
         return queue
-    return replace(queue, waiting=_in_order((command, *queue.waiting)))
+    kept = (waiting for waiting in queue.waiting if not supersedes(command, waiting))
+    return replace(queue, waiting=_in_order((command, *kept)))
 
 
 def _in_order(commands: Iterable[Command]) -> tuple[Command, ...]:
