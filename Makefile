@@ -27,10 +27,10 @@ lint: $(VENV)/.tests
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-# Under a minute: the packages without torch and the app, without tests marked slow. Each process imports torch and Textual first, so
-# on two cores a third process pays and a fourth does not.
+# The packages without torch and the app, without tests marked slow. Tests of the app mostly wait for a screen to come to rest, so
+# more processes than cores pay.
 quick: $(VENV)/.tests
-	$(BIN)/pytest -n 3 --dist worksteal -m "not slow" $(QUICK)
+	$(BIN)/pytest -n 5 --dist worksteal -m "not slow" $(QUICK)
 
 # All tests once more, with the lines that none of them reaches: about half as long again on Python 3.11.
 coverage: $(VENV)/.tests

@@ -645,6 +645,7 @@ def test_lint_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureF
     assert "no difference" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_rule_that_takes_nothing_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path, "*.no_such=fp8")
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "torchao", "--model", DEMO]) == 2

@@ -54,6 +54,7 @@ async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
         assert "x drop its rules" in lines(app)[4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("searched", [False, True])
 async def test_words_of_several_lines_stand_below_each_other(searched: bool) -> None:
     app = make_app()
