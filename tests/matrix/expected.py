@@ -18,6 +18,7 @@ def _no_pass(words: str) -> dict[str, str]:
 
 _NO_CONFIG = _no_pass("no config.json")
 _GGUF = _no_pass("GGUF")
+_CODE = dict.fromkeys(("check", "app: :check"), "is code")
 
 REFUSED: dict[str, dict[str, str]] = {
     "safetensors file": _NO_CONFIG,
@@ -49,11 +50,11 @@ REFUSED: dict[str, dict[str, str]] = {
     "fp8 blocks": _no_pass("FP8"),
     "compressed-tensors": {},
     "own fp8 export": {},
-    "file.py:Class": {},
-    "file.py:function": {},
-    "file.py, compiled": {},
-    "file.py --weights": {},
-    "file.py, no inputs": _no_pass("example_inputs()"),
-    "package.module:Name": {},
+    "file.py:Class": _CODE,
+    "file.py:function": _CODE,
+    "file.py, compiled": _CODE,
+    "file.py --weights": _CODE,
+    "file.py, no inputs": _no_pass("example_inputs()") | _CODE,
+    "package.module:Name": _CODE,
     "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),
 }

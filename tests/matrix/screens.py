@@ -22,7 +22,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.cli import command as cli
 
 from . import outside
-from .commands import BF16, Cell, Refused, check_export, human, near, where
+from .commands import BF16, Cell, Refused, check_export, human, known_findings, near, where
 from .forms import Made, distinct, entered
 
 SIZE = (120, 36)
@@ -195,6 +195,21 @@ async def _export(app: DtypeApp, pilot: Pilot[None], made: Made, work: Path) -> 
     return "safetensors.torch.load_file"
 
 
+async def _check(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    app.clear_notifications()
+    await pilot.press("colon", *"check", "enter")
+    await until(pilot, lambda: "Check of the model's files" in shown(app) or _refusal_of(app), "no check")
+    if refusal := _refusal_of(app):
+        raise Refused(refusal)
+    known = known_findings(made)
+    text = shown(app)
+    assert ("No problems were found." if not known else f"{len(known)} finding") in text, text
+    assert all(name in text for _, name in known), text
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1, "the check does not close")
+    return made.loader
+
+
 def _refusal_of(app: DtypeApp) -> str:
     """What was said against it, in a notice or in the window."""
     said = [notice.message for notice in app._notifications if notice.severity in ("warning", "error")]
@@ -224,6 +239,7 @@ async def walk(ways: Sequence[str], made: Made, work: Path) -> dict[str, Cell | 
                 "app: Drift": lambda: _drift(app, pilot, made),
                 "app: v": lambda: _values(app, pilot, made),
                 "app: e": lambda: _export(app, pilot, made, work),
+                "app: :check": lambda: _check(app, pilot, made),
             }
             for name, step in steps.items():
                 await fill(name, step)
@@ -246,6 +262,6 @@ async def _resume(made: Made, rules: Any, cursor: str) -> str:
     return made.loader
 
 
-AT_FIRST = ("app: tree", "app: Memory", "app: Drift", "app: v", "app: e")
+AT_FIRST = ("app: tree", "app: Memory", "app: Drift", "app: v", "app: e", "app: :check")
 """The ways in the first run of the app, each of which needs what those before it have brought about."""
 SCREENS = (*AT_FIRST, "app: --resume")
