@@ -31,8 +31,8 @@ workers_option = click.option(
     "--workers",
     callback=_workers,
     metavar="N|tcp://HOST:8786",
-    help="Use N processes, or fewer if memory is short, or the workers of a Dask cluster. Processes share the checkpoint's pages.  "
-    "[default: this process]",
+    help="Run forward passes in parallel: in N processes on this machine, or on the workers of the Dask cluster at the address. "
+    "Fewer than N processes start if there is too little memory for N.  [default: in this process]",
 )
 
 
