@@ -44,7 +44,7 @@ class Component:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the component's tensor names in the whole pipeline."""
+        """The prefix that the pipeline adds to the names of this component's tensors, such as `unet.`."""
         return f"{self.name}."
 
 

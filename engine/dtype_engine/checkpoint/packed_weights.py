@@ -48,7 +48,7 @@ class Layout:
     more: tuple[str, ...] = ()
     """Suffixes of optional parts besides the codes and the scales."""
     beside: tuple[str, ...] = ()
-    """Suffixes of optional parts whose names consist of the module's name and the suffix, instead of the stem and the suffix."""
+    """Suffixes of optional tensors that are appended to the module's name. The other suffixes are appended to the weight's stem."""
     alone: tuple[str, ...] = ()
     """Suffixes that no plain tensor has. A tensor with such a suffix is part of a quantised weight, even if other parts are
     missing.
@@ -143,7 +143,7 @@ class PackedWeight:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that the weight's parts may have."""
+        """The names of all tensors that may belong to the weight: codes, scales and the layout's optional tensors."""
         module = self.stem[: self.stem.rfind(".") + 1]
         more = (self.stem + suffix for suffix in self.layout.more)
         return (self.codes, self.scale, *more, *(module + local for local in self.layout.beside))
