@@ -112,7 +112,7 @@ class Module:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """The declaration in the model's code that keeps this module in float32, in words, or None if there is none."""
+    """A phrase that cites the declaration in the model's code that keeps this module in float32, or None if there is none."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -137,8 +137,8 @@ class Totals:
     unknown: int = 0
     """The number of packed weights that represent an unknown number of values."""
     tied: dict[str, int] = field(default_factory=dict)
-    """Bytes per dtype of tied weights of which only an alias is below the module. No other total includes them, so that the totals
-    of a module's children add up to the module's total.
+    """Bytes per dtype of tied weights that have an alias below this module and their canonical name elsewhere. They are left out of
+    all other totals, so that a weight is counted only once in the sum over a module's children.
     """
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
@@ -154,9 +154,9 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """Pairs (dtype, share of the bytes from 0 to 1), largest share first.
+        """Pairs (dtype, fraction of the bytes), largest fraction first.
 
-        If all tensors at or below the module are aliases of tied weights, these weights are counted.
+        Tied weights that are counted elsewhere are included only if the module has no other tensors.
         """
         held = self.nbytes or self.tied
         whole = sum(held.values())
@@ -165,9 +165,9 @@ class Totals:
 
 
 class NodeTotals(Mapping[str, Totals]):
-    """The totals of every module of a tree, by name, each computed on access.
+    """Maps each module's name to its totals, which are computed on access.
 
-    Running sums per dtype over `Tree.order` are kept; a module's totals are the difference between two positions of each sum.
+    A module's tensors are consecutive in `Tree.order`, so its totals are the difference of two entries of running sums.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str] | None) -> None:
