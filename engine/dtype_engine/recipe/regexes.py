@@ -45,10 +45,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 def compile_regex(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches, and raises TooSlow if matching takes too long.
+    """Compile an expression to a function that returns whether a name matches, and that raises TooSlow if matching takes too long.
 
-    shown: the whole pattern, for messages. before: how many characters of `shown` come before `source`. Raises PatternError, with
-    the position if it is known.
+    source: the expression. shown: the user's whole pattern, for messages. before: index of `source` in `shown`. Raises
+    PatternError, with the position if it is known.
     """
     if len(source) > LONGEST_REGEX:
         raise PatternError(
@@ -90,7 +90,7 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """Return how many seconds a match may still take. Raises TooSlow if no time is left."""
+    """Return how many seconds the current match may take. Raises TooSlow if the limit of the block `time_limit` is used up."""
     limit = _deadline.get()
     if limit is None:
         return _ALONE_S
@@ -109,7 +109,7 @@ def _too_slow(shown: str) -> TooSlow:
 
 
 def shortened(shown: str) -> str:
-    """Return a pattern for a message, cut to 200 characters."""
+    """Return a pattern in quotes for a message, cut to 200 characters."""
     return repr(shown if len(shown) <= 200 else shown[:199] + "…")
 
 
