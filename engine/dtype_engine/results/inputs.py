@@ -31,6 +31,6 @@ class InputsSummary:
 
     description: str
     made_of: tuple[str, ...]
-    """A sentence for each part of the inputs, which names its source."""
+    """A sentence for each component of the inputs, such as text or images, that says where it comes from."""
     positions: int | None
     batches: tuple[InputBatch, ...]
