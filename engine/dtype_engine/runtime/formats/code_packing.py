@@ -12,8 +12,8 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""Adding this factor times a rounding step to a float32 value, and subtracting it again, rounds the value to a multiple of the
-step, half to even, because the sum has no bits below the step.
+"""To round a float32 value to a multiple of a power of two, half to even, add this factor times the power of two and subtract it
+again. The sum is so large that all lower bits are rounded off.
 """
 
 

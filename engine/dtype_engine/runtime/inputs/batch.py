@@ -22,7 +22,7 @@ class Batch:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
-    """The token that a language model should predict at each position: int64 [batch, positions], with -100 for no token."""
+    """The correct next token at each position, or -100: int64 [batch, positions]. None if the model predicts no tokens."""
     text: str | None = None
     """The text of the call for display, or None if it is unknown."""
     about: str | None = None
@@ -74,11 +74,11 @@ class Inputs:
     """A short description of these inputs for the screen."""
     tokenizer: Any = None
     made: bool = True
-    """True if this program created the tensors of the inputs, for example from text; False if the user provided the tensors."""
+    """Whether this program created the tensors, for example from text. False if the user provided tensors."""
     prompts: bool = False
-    """Whether each call is a whole prompt, which generation can continue."""
+    """Whether each batch is a whole prompt, which text generation can continue."""
     made_of: tuple[str, ...] = ()
-    """Phrases that state how each part of the inputs was created."""
+    """Phrases that say how the text, images, audio or decoder tokens of these inputs were created."""
 
 
 def from_values(values: Any, description: str) -> Inputs:

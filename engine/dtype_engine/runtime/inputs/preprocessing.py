@@ -78,7 +78,7 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Call `load` on the model's folder and return its result, or None if the folder has none of `files`. Raises `_FAILURES`."""
+    """Return `load(folder, ...)` for the model's folder, or None if it has none of `files`. Raises one of `_FAILURES`."""
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None

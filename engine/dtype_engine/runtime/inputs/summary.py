@@ -21,9 +21,9 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """Return enough of the calls to check whether the model runs on all of them. If the user provided the tensors, this is the
-    first call of each combination of shapes and dtypes. If this program created the tensors, it is only the first call, because all
-    calls were created by the same rule.
+    """Return some batches that suffice to check whether the model runs on all of them. If the user provided tensors, these are the
+    first batch of each combination of shapes and dtypes. If this program created the tensors, it is only the first batch, because
+    all batches were created in the same way.
     """
     if inputs.made:
         return list(inputs.batches[:1])
