@@ -301,10 +301,11 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """Return a subclass of the model class that loads every tensor in its stored dtype, if the transformers version supports this.
+    """Return a subclass of the model class that loads every tensor in its stored dtype, if the installed transformers supports
+    this.
 
-    If it does not, the class loads all tensors in one dtype, and those stored in other dtypes have to be read from the file again.
-    placements: filled during loading with the place of each tensor of the files.
+    If it does not, all tensors are loaded in one dtype, and `_restore_stored` has to read those stored in other dtypes again.
+    placements: an empty dictionary, which loading fills with the placement of each tensor of the files.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
@@ -324,11 +325,11 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put weights that an export stored with scales into the module, where loading could not do so: weights with packed codes, and
-    weights of the module that consist of several stored parts.
+    """Put those weights into the module that an export stored with scales and that transformers can't load: weights with packed
+    codes, and weights that consist of several stored tensors.
 
-    Returns the dtype and scales of all weights stored with scales, keyed by the weight's name in the module, and the names of the
-    weights that this function has put into the module.
+    Returns the dtype and scales of all weights that are stored with scales, by their names in the module, and the names of the
+    weights that were put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -356,9 +357,9 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Restore the stored data, mapped from the file, in every tensor whose dtype changed on loading.
+    """Give every tensor whose dtype changed on loading its stored data again, mapped from the file.
 
-    A tensor packed from several stored ones is cast back to their dtype. This is exact, since loading only widened the values.
+    A tensor that was packed from several stored ones is cast back to their dtype, which is exact, since loading only widened it.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -28,9 +28,9 @@ class Placement:
     part: bool
     """Whether the stored tensor is only a part of the live tensor."""
     place: tuple[int | None, int] | None = None
-    """Where a part lies in the live tensor: the index of its matrix along the first dimension (None if the live tensor is one
-    matrix), and its number among the parts that are stacked in the rows of that matrix. The whole value is None if the parts are
-    neither whole matrices nor stacked, for example if they are transposed.
+    """The position in a live tensor that is packed from several stored tensors: (index of the matrix along the first dimension, or
+    None if there is one matrix; number of the tensor among those stacked in this matrix's rows). None if they are not stacked, for
+    example because they are transposed.
     """
 
 
@@ -53,8 +53,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the weights that must keep their stored dtype on loading: weights that rules can cast, and weights that an export of
-    this program stored with scales. Integers, and weights that other programs quantised, are left to transformers.
+    """Return the tensors that must keep their stored dtype on loading: those in a compute dtype, and those that this program's
+    export stored with scales. transformers loads all others, such as integers and weights that other programs quantised.
     """
     return {
         name: placement
