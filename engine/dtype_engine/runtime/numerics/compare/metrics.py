@@ -47,10 +47,10 @@ class OutputMetrics:
     """
 
     def __init__(self, classes_dim: int | None) -> None:
-        """Start without sequences. classes_dim: the output dimension with the logits of a distribution, or None."""
+        """Create an empty collection. classes_dim: the output dimension along which logits lie, or None for no distribution."""
         self.classes_dim = classes_dim
         self.sequences: dict[int, SequenceFigures] = {}
-        """The results of comparing each added sequence, keyed by sequence number."""
+        """The comparisons of single sequences with the reference, keyed by sequence number."""
 
     def add(
         self,
@@ -187,7 +187,7 @@ def _standard_error(values: torch.Tensor) -> float | None:
 
 
 def _quantile(ordered: torch.Tensor, q: float) -> float:
-    """Return a quantile of sorted values by linear interpolation. (torch.quantile accepts at most 2^24 values.)"""
+    """Return the quantile `q` (0 to 1) of sorted values, with linear interpolation. torch.quantile is limited to 2^24 values."""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -196,7 +196,7 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles (None for few values) of the values, keyed by prefix and name."""
+    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. Percentiles of few values are None."""
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {
