@@ -48,7 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return every score and its standard error. The score is 0 if `free(weight, dtype)` is True: the cast loses nothing."""
+    """Return each weight's score and standard error in each dtype. A score is 0 if the cast rounds nothing (`free`)."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
@@ -76,7 +76,7 @@ def combine_scores(
 def _score(
     done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
-    """Return the ratio estimate Σ sums / Σ normalizers over all sequences, and its standard error."""
+    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error."""
     parts = [each.get(key, 0.0) for each in sums]
     normalizer, count = sum(normalizers), len(normalizers)
     score = sum(parts) / normalizer if normalizer else math.inf
@@ -92,7 +92,7 @@ def _score(
 def _shrink_to_mean(
     scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
-    """Shrink each weight's ratios towards their mean, and change `scores` in place.
+    """Shrink each ratio of `sums` to `independent` towards the mean ratio of its weight, and correct `scores` in place.
 
     All variances are relative. A sum of many products g·Δ is nearly Gaussian, so the variance of its mean square is 2 / samples.
     """
