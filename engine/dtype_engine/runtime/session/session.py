@@ -98,8 +98,7 @@ class Session:
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """The reason why the model can't be run: a sentence with placeholders for advice that the command line or the app fills in.
-        """
+        """Why the model can't be run, or None if it can: a sentence with placeholders for hints (see `core.hints`)."""
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
