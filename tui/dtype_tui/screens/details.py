@@ -93,7 +93,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _output_words(experiment: Experiment) -> str:
-    """Return the drift of the model's output in words, with the part of the inputs that was run if not all, or "" if unknown."""
+    """Return the drift of the model's output as text, or "" if it is unknown. If only some inputs were run, the text says so."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         output, extent = report.output, report.sequences
