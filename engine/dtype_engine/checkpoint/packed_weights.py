@@ -46,7 +46,7 @@ class Layout:
     dtypes: frozenset[str]
     """The dtypes that codes may have. A tensor of another dtype under the same name is a plain weight."""
     more: tuple[str, ...] = ()
-    """Suffixes of optional parts besides the codes and the scales."""
+    """Suffixes of optional tensors other than codes and scales, such as zero points."""
     beside: tuple[str, ...] = ()
     """Suffixes of optional tensors that are appended to the module's name. The other suffixes are appended to the weight's stem."""
     alone: tuple[str, ...] = ()
@@ -138,7 +138,7 @@ class PackedWeight:
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """Return the name of the weight's part that has this suffix."""
+        """Return the full name of the weight's tensor with this suffix."""
         return self.stem + suffix
 
     @property
@@ -167,9 +167,7 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """For each tensor that is part of a weight quantised by another program, map the tensor's name to the reason why it is never
-    cast.
-    """
+    """Map each tensor that belongs to a weight quantised by another program to the reason why it is never cast."""
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):

@@ -76,7 +76,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """Return the header of one tensor. If safetensors can't hold the tensor, the header's `refusal` says why."""
+    """Describe one tensor as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""Turns the progress of one part of a job into the progress of the whole job."""
+"""Turns the progress of one stage of a job into the progress of the whole job."""
 
 from __future__ import annotations
 

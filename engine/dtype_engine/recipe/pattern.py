@@ -93,15 +93,15 @@ def compile_pattern(text: str) -> Pattern:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a glob, translated to a regular expression."""
+    """A piece of a glob, translated to a regular expression."""
 
     source: str
     length: int | None
     """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
-    """Number of wildcards in this part that match any number of characters. The matcher may have to backtrack into each of them."""
+    """Number of wildcards in this piece that match any number of characters, so that the matcher may have to backtrack."""
     choices: float = 1.0
-    """An upper bound on the number of combinations of the alternatives in this part."""
+    """An upper bound on the number of combinations of the alternatives in this piece."""
 
 
 _STAR = _Piece(".*", None, 1)

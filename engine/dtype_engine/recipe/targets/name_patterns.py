@@ -105,10 +105,7 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Return the globs for one part of a name, one for each alternative.
-
-    If all alternatives are single digits, one glob lists them, as in `[123]`.
-    """
+    """Return a glob for each alternative of one component of a name. If all are single digits, one glob lists them: `[123]`."""
     if choice is None:
         return ["*"]
     texts = _sorted(choice)

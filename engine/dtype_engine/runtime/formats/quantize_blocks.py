@@ -95,9 +95,9 @@ def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
 
 
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of a weight from its parts in a file, in the form that `quantize_blocks` returns.
+    """Convert the tensors with which a file stores a weight to codes and scales, in the form that `quantize_blocks` returns.
 
-    parts: the tensors of the file, keyed by the suffixes that `core.block_formats.parts` lists.
+    parts: these tensors, keyed by the suffixes that `core.block_formats.parts` lists.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

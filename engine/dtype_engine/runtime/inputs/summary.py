@@ -1,4 +1,4 @@
-"""The inputs as plain data, with one row for each call, for the screen and for JSON."""
+"""The inputs as plain data, with one row for each batch, for the screen and for JSON."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Return the number of token positions in a call (in the decoder, if it has its own tokens). Returns None without tokens."""
+    """Return the number of token positions in a batch (in the decoder, if it has its own tokens), or None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

@@ -42,8 +42,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of parts to measure, with one pass for each part and batch. If a model has more modules, subtrees are measured,
-and those with the most drift are split.
+"""Maximum number of passes per batch. If a model has more modules than this, subtrees are measured, and those with the most drift
+are split.
 """
 ENOUGH_POSITIONS = 256
 """Batches are run until at least this many output rows have been compared."""
@@ -63,14 +63,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The results for one part: the drift of the main output in the report's unit, and the SQNR of the part's own output in dB."""
+    """The results for one module or subtree: the drift of the main output in the report's unit, and its own output's SQNR in dB."""
 
     drift: float
     local_sqnr_db: float | None
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures parts of the model in any order, and yields the index and the result of each part."""
+"""A function that measures the given modules or subtrees in any order, and yields the index and the result of each."""
 
 
 @dataclass(slots=True)
@@ -91,8 +91,8 @@ class _Base:
 
 @dataclass
 class Attribution:
-    """Attributes the drift of the currently cast model to its parts. `report` measures all parts. `measure` measures a single part,
-    for a `report` in another process.
+    """Attributes the drift of the currently cast model to its modules. `report` measures all of them. `measure` measures a single
+    one, for a `report` that runs in another process.
     """
 
     model: LiveModel

@@ -163,8 +163,9 @@ class LiveModel:
         originals.
 
         quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the weight's names. placements:
-        the place of each tensor of the files, for a module with a checkpoint. rest: values for the other fields of this class.
-        Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
+        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
+        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
+        device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")

@@ -137,7 +137,7 @@ class Loaded:
     """The dtype and scales of each weight that is stored with scales, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps each tensor of the files to its place in the module."""
+    """Maps each tensor of the files to the tensor of the module into which it is loaded."""
     coverage: Coverage | None = None
     """How many tensors of the module the files have, or None for a module that `load_into` filled."""
 
@@ -250,9 +250,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
-    """Put a checkpoint's tensors into a given module, mapped, each in its stored dtype.
-
-    Raises UserError if a tensor has no place in the module or the checkpoint lacks a tensor of the module.
+    """Load a checkpoint's tensors into a given module, mapped, each in its stored dtype. Raises UserError unless the checkpoint and
+    the module have the same tensors.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -276,10 +275,9 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture without data, on the meta device, and find the place of each tensor of the files in it.
-
-    Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have the architecture
-    that `options` name, and Misfit if the tensors of the files are not those of the architecture.
+    """Build a checkpoint's architecture on the meta device, without data, and find out into which of its tensors each tensor of the
+    files is loaded. Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have
+    the architecture that `options` name, and Misfit if the tensors of the files are not those of the architecture.
     """
     if checkpoint.config is None:
         return None

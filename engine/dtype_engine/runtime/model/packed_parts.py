@@ -1,4 +1,4 @@
-"""Live weights that loading packs from several stored parts: the order of the parts, and the scales of the packed weight.
+"""Live weights that loading packs from several stored tensors (their parts): the order of the parts, and the scales of the weight.
 
 A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. If a
 scale of the packed weight covers only one part, that part has the same scale in the file.
@@ -20,7 +20,7 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 Shape = tuple[int, ...]
 Rows = list[list[str]]
-"""The names of a packed weight's parts: for each matrix of the weight, the parts that are stacked in its rows, top to bottom."""
+"""The names of the stored tensors that form a packed weight: for each matrix, those stacked in its rows, top to bottom."""
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
@@ -83,10 +83,10 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
 def pack(
     title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Pack the parts of a weight, each stored with scales, into one weight. Returns the dtype, the codes and the scales of the
-    weight, in the form that `cast_or_quantize` returns.
+    """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and scales, with codes
+    and scales as `cast_or_quantize` returns them.
 
-    Raises NoForward if codes and scales of one weight can't represent the parts.
+    Raises NoForward if codes and scales of one weight can't represent all of their values.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())

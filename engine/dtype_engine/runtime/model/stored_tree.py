@@ -27,10 +27,10 @@ _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
-    """Return the tree of a module without data, on the meta device, with the dtypes and sizes of a checkpoint.
+    """Return the tree of a module on the meta device, which has no data, with the dtypes and sizes of a checkpoint.
 
-    placements: the place of each tensor of the files. If the files hold a tied weight under two names, the values are compared.
-    Raises UserError for a file that can't be read.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded. If the files hold a tied weight
+    under two names, the values are compared. Raises UserError for a file that can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
@@ -94,7 +94,7 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return the tensors of the files that have no place in the module."""
+    """Describe the tensors of the files that the module does not use. They are never cast."""
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(

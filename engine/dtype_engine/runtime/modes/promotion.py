@@ -44,9 +44,7 @@ class ImplicitCast:
     operation: str
     source: str
     target: str
-    """The dtype of the cast. If it is a format that is only stored, such as float8, the tensor was rounded to it but keeps its
-    dtype.
-    """
+    """The dtype of the cast. If it is a format with scales, such as float8, the tensor was rounded to it but keeps its dtype."""
     elements: int
     torch_raises: bool
     """Whether plain torch refuses the operation without this cast. If False, torch makes the cast itself."""

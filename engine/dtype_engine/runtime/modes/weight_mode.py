@@ -1,7 +1,7 @@
 """The base mode of all forward passes, both of the reference and of the candidate. It adds two operations to plain torch:
 
-1. A weight that the pass can't use as the module holds it is replaced by its values. In the candidate, this is a weight in a
-   format that is only stored, such as float8; in the reference, a weight that is not in the reference's dtype.
+1. A weight is replaced by other values if the pass can't use it as the module holds it. In the candidate, these are weights in a
+   format with scales, such as float8; in the reference, weights that are not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
 If a pass writes to a weight, the new values last only until the pass ends; the module then has its previous weights. Each pass
@@ -93,7 +93,7 @@ class WeightMode(TorchFunctionMode):
         self.device = device
         """The device on which the pass runs."""
         self.compute = compute
-        """The dtype to which a weight in a format that is only stored is dequantized for an operation without an activation."""
+        """The dtype to which a weight in a format with scales is dequantized for an operation without an activation."""
         self.rounding = rounding
         """Rounds activations multiplied by quantised weights, or None (the setting `quantize_activations`)."""
         self.record: Callable[[ImplicitCast], None] | None = None
@@ -228,7 +228,7 @@ class WeightMode(TorchFunctionMode):
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Return whether a weight is now in a format that is only stored, such as float8, so that activations may be rounded."""
+        """Return whether a weight is now in a format with scales, such as float8, so that activations may have to be rounded."""
         return False
 
     def is_weight(self, tensor: torch.Tensor) -> bool:

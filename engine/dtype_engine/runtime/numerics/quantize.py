@@ -1,11 +1,11 @@
-"""Quantizing a tensor to a format that is only stored, such as float8 or int8, and dequantizing it.
+"""Quantizes a tensor to a format with scales, such as float8 or int8, and dequantizes it.
 
-A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales s =
+A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is stored as codes q = round(w / s), of w's shape, and float32 scales s =
 amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0). A
 vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one scale. A scale is never below float32's smallest
 normal value, since subnormal scales lose bits and even smaller scales are zero. It is also limited so that its product with the
 largest code is finite in float32. The dequantized values are q · s, computed in float32 and rounded once to the target dtype.
-`core.dtypes.nbytes_in` returns the number of bytes of both parts.
+`core.dtypes.nbytes_in` returns the number of bytes of codes and scales.
 
 `runtime/formats/` quantizes to block formats. This file dequantizes them like all other formats.
 """
@@ -75,10 +75,8 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of the values of `tensor` after a cast: in `dtype`, or dequantized to `compute` if `dtype` is a format that is
-    only stored, such as float8 or int8.
-
-    amax: as in `cast_or_quantize`.
+    """Return a copy of the values of `tensor` after a cast: in `dtype` or, if this is a format with scales such as float8 or int8,
+    dequantized to `compute`. amax: as in `cast_or_quantize`.
     """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:

@@ -78,8 +78,8 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """Return a weight's values after a cast: in the compute dtype, or, for a format that is only stored (such as float8),
-        dequantized to the reference's dtype.
+        """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
+        reference's dtype.
 
         A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """

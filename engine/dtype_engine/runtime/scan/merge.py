@@ -1,4 +1,4 @@
-"""Merges parts of a scan, which several jobs have saved, into one scan."""
+"""Merges the results of one scan that several jobs have saved in files of their own."""
 
 from __future__ import annotations
 

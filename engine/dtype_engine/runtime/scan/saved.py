@@ -1,4 +1,4 @@
-"""Reads and writes saved scans: JSON with the results of each part and a fingerprint of the model, inputs and settings.
+"""Reads and writes saved scans: JSON with the results and a fingerprint of the model, inputs and settings.
 
 An estimated scan has `sequences`, each with its index. An exact scan has `scores`.
 """
@@ -92,7 +92,7 @@ class SavedScan:
 
     @property
     def count(self) -> int:
-        """The number of finished parts of the scan."""
+        """The number of finished sequences of an estimated scan, or of finished measurements of an exact scan."""
         return len(self.done) if self.measured is None else len(self.measured)
 
 

@@ -151,7 +151,7 @@ class Scan:
 
     @property
     def parts(self) -> int:
-        """The number of sequences."""
+        """The number of sequences in the whole scan."""
         return len(self.inputs.batches)
 
     @property

@@ -1,4 +1,4 @@
-"""The session: one open model and all operations on it. It is the synchronous public API, and the only part used by the worker."""
+"""The session: one open model and all operations on it. It is the synchronous public API. The worker uses nothing else."""
 
 from __future__ import annotations
 
