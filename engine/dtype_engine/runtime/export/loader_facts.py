@@ -41,7 +41,7 @@ class LoaderFacts:
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
-        """Return the outcome of loading if `config.json` names the dtype `wide`."""
+        """Return what `from_pretrained` loads, with or without `dequantize=True`, if `config.json` names the dtype `wide`."""
         if wide in (self.dequantized_same_in if dequantize else self.plain_same_in):
             return Outcome.SAME
         return self.dequantized if dequantize else self.plain

@@ -29,7 +29,7 @@ _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""Width and height of a synthetic picture for models that accept pictures of any size. The unit is the area of one token."""
+"""Width and height, in tokens, of a synthetic picture for models that accept pictures of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Picture:
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with one batch for each picture, for a model without text, or with random decoder tokens. Raises UserError."""
+    """Return inputs with one batch per picture, for a model without text input. A decoder gets random tokens. Raises UserError."""
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)

@@ -106,7 +106,7 @@ def vocabulary(model: LiveModel) -> int | None:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the processor results that are arguments of the forward pass. A list of tensors is stacked into one tensor."""
+    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one."""
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {

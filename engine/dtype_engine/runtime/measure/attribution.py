@@ -111,7 +111,8 @@ class Attribution:
         cancelled: IsCancelled = never,
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
-        """Measure every part, in this process or with the function `elsewhere`. `on_progress(done, total)` counts parts.
+        """Measure every module or subtree, in this process or with the function `elsewhere`. `on_progress(done, total)` counts
+        them.
 
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
@@ -143,7 +144,7 @@ class Attribution:
         )
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Measure one part. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
+        """Measure one module or subtree. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
         with self._runner(cancelled) as runner:
             if not self._bases:
                 self._run_reference(runner)
@@ -209,7 +210,7 @@ class Attribution:
     def _measured(
         self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
     ) -> list[Contribution]:
-        """Measure the given parts. Returns their contributions in the same order, although workers may finish in any order."""
+        """Measure modules or subtrees. Returns their contributions in the same order, although workers may finish in any order."""
         found: dict[int, Contribution] = {}
         for index, measured in run(parts):
             part, drift = parts[index], measured.drift
@@ -226,7 +227,7 @@ class Attribution:
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
         """Run the model with only the casts of `part` (if None, all casts). Returns the unit and the drift of the main output, and
-        the SQNR in dB of the part's own output if the part is a single module.
+        the SQNR in dB of the module's own output if `part` is a single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__

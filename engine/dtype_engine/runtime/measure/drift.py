@@ -77,7 +77,7 @@ class DriftMeter:
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """What passes of `candidate` have shown about it, if it is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
-    """By sequence: the outputs of the candidate's last pass, and whether modules were compared in that pass."""
+    """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
     """The numbers of module calls per pass; see `MeasurementProgress`."""

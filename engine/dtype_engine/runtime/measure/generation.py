@@ -84,7 +84,7 @@ def _write(
     began: list[int] = []
 
     class Progress(StoppingCriteria):  # type: ignore[misc]
-        """Reports progress and raises Cancelled. It never stops the generation itself."""
+        """A stopping criterion that never stops the generation, but reports its progress and raises Cancelled."""
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
             if runner.cancelled():

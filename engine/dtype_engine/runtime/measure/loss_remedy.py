@@ -21,7 +21,7 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function that returns what a cast of the tensor with this canonical name to this dtype loses, or None if it loses nothing."""
+"""`count(name, dtype)` returns what a cast of the tensor with this canonical name loses, or None if it loses nothing."""
 OnTrial = Callable[[int, int], None]
 
 
@@ -104,7 +104,7 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
 
 
 def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield (pattern, its tensors) for patterns that match `name` and otherwise only tensors in `wanted`, including the name."""
+    """Yield (pattern, matched tensors) for patterns that match `name` and no tensor outside `wanted`. One is `name` itself."""
     for pattern in generalisations(name):
         taken = set(select(tree, pattern).tensors)
         if name in taken and taken <= wanted:

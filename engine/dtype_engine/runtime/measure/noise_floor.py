@@ -32,7 +32,7 @@ ENOUGH_POSITIONS = 256
 """Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
-"""Number of single-batch runs per batch, as progress counts them: reference, other attention kernel, and 2 for the double batch."""
+"""Runs that progress counts for each batch: the reference, another attention kernel, and a doubled batch (counted as 2)."""
 
 
 def measure_noise_floor(

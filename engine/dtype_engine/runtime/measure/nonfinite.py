@@ -110,7 +110,7 @@ class _OpObserver(TorchFunctionMode):
         return result
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return the first of `numbers` that is infinite in `dtype`, else the last one that this module rounded to 0, or None."""
+        """Return the first of `numbers` that is infinite in `dtype`, else the last one that became 0 in this module, or None."""
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
             if not bool(torch.isfinite(held)):

@@ -42,7 +42,7 @@ class ModelDescription:
     class_name: str = ""
     """The class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
-    """How many of the model's tensors the files have. None if this is unknown, or if the module was loaded to find out."""
+    """How many of the model's tensors the files have. None if this is unknown, or if the module had to be loaded."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:

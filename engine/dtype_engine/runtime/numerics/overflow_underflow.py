@@ -145,7 +145,7 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Count the losses in one flat piece, except lost channels, for a dtype that PyTorch computes in. `after` may be on a GPU."""
+    """Count the losses in a flat piece, except all-zero channels, for a dtype that PyTorch computes in. `after` may be on a GPU."""
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
     if _is_finite(after):  # a value that is not finite before the cast is not finite after it

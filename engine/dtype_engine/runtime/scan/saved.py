@@ -100,7 +100,7 @@ class _TopKSample(msgspec.Struct):
     """The form in which a `TopKSample` is saved in the file of a scan."""
 
     place: int
-    """`TopKSample.index`"""
+    """Holds `TopKSample.index`."""
     share: float
     margins: list[float]
     cost: float
@@ -112,7 +112,7 @@ class _Sequence(msgspec.Struct):
     """The form in which a `SequenceScores` is saved in the file of a scan."""
 
     mass: float
-    """`SequenceScores.normalizer`"""
+    """Holds `SequenceScores.normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
     """Four fields of `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""

@@ -232,7 +232,7 @@ class _Gradients:
     """The gradients of one output of an operation."""
 
     stacked: torch.Tensor
-    """The gradients, [N, E]."""
+    """N gradients of an output of E elements, [N, E]."""
     columns: torch.Tensor
     """The number of the backward pass for each gradient, [N]."""
     squares: torch.Tensor

@@ -714,7 +714,7 @@ class Session:
         """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
 
         Args:
-            options: The options with the inputs. The reference first runs one call, or, if the user supplied tensors, one call
+            options: The options with the inputs. The reference first runs one batch or, if the user supplied tensors, one batch
                 of each shape.
             cancelled: Checked between module calls.
 
@@ -735,7 +735,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """A summary of the inputs, for each call of the model, or None if the model can't be run.
+        """A summary of the inputs, for each batch, or None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If the calls inside a module's call are more than this fraction (1 / 10) of a pass's calls, their modules are observed, too."""
+"""If the calls inside one call of a module are more than 1 / `_OUTLINE` of a pass's calls, their modules are observed, too."""
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
-"""Progress reports per report of module metrics. These are rarer, because computing them takes some milliseconds."""
+"""Number of progress reports for each report of module metrics, which takes some milliseconds to compute."""
 
 
 class ModuleComparer(ModuleObserver):

@@ -62,7 +62,7 @@ class RoutingComparer:
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Compare the scores [..., experts] of a router that returns only scores."""
+        """Compare the scores [..., experts] of a router that returns only scores with those of the reference."""
         width = candidate.shape[-1] if candidate.ndim else 0
         if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
             return
