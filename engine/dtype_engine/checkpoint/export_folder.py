@@ -75,7 +75,7 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 
 def missing_mark(folder: Path) -> str | None:
-    """Return why a folder is not an export of this program, worded as the end of a sentence, or None if it is one."""
+    """Return why a folder is not an export of this program, such as `has no recipe.yaml of an export`, or None if it is one."""
     for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
         text = _text(folder / name)
         if text is None:

@@ -129,7 +129,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 def _place(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for two tensors with the same memory, shape, strides and dtype.
 
-    Returns None for a tensor that has no memory of this kind, such as a sparse or an empty one.
+    Returns None for a tensor without strided memory: a nested, sparse, meta or empty one.
     """
     import torch
 

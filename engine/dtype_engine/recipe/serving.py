@@ -206,8 +206,7 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether the number of outputs is a multiple of the block's rows, for each weight that runtimes fuse with `name`.
-
+    """Return whether each weight that runtimes fuse with `name` has a number of outputs that is a multiple of the block's rows.
     Returns True if `name` is not fused.
     """
     group = [member for member in siblings(name) if member in tree.tensors]

@@ -147,4 +147,4 @@ class CheckReport:
     against: str | None = None
     """The checkpoint with which the checked checkpoint was compared."""
     coverage: Coverage | None = None
-    """How many of the architecture's or, if it is unknown, the index's tensors the files have. None if both are unknown."""
+    """How many of the tensors that the architecture (or else the index) lists the files have. None if both are unknown."""

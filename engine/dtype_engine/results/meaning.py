@@ -33,7 +33,7 @@ def rounding_sqnr_db(mantissa: int) -> float:
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """Return the cosine between an output and its reference for an error with this SQNR that is orthogonal to the reference."""
+    """Return the cosine similarity of output and reference if the error has this SQNR and is orthogonal to the reference."""
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 

@@ -56,11 +56,11 @@ class Acknowledge(Message, frozen=True):
 
 
 class PlanExport(Message, frozen=True):
-    """Requests the event of `Engine.plan_export`."""
+    """Requests an `ExportPlanned` event; see `Engine.plan_export`."""
 
 
 class CheckPath(Message, frozen=True):
-    """Requests the event of `Engine.check_path`."""
+    """Requests a `PathChecked` event; see `Engine.check_path`."""
 
     path: str
     for_export: bool

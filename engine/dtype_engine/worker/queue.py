@@ -119,7 +119,7 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue without refusals and, if no command is running, without stopped and dropped ones, after emitting them."""
+    """Return the queue after its state was emitted: without refusals and, if no command is running, stopped or dropped commands."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())
