@@ -51,7 +51,7 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget with the lines. It is found by its container too, because a window may have another Static for messages."""
+        """The widget with the lines. The query names its container, because a window may have another Static for messages."""
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text:

@@ -82,7 +82,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._seen = -1
         """The value of `ScanState.version` when the screen was last drawn."""
         self.zoom = 1
-        """How many times as wide as the visible part the whole front is."""
+        """The width of the whole front divided by the width of its visible part."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)

@@ -290,7 +290,7 @@ class Experiment:
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, as the beginning of a sentence, or "" if it does."""
+        """Why the scan does not apply to the current inputs and settings, or "" if it does; see `ScanState.why_stale`."""
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:

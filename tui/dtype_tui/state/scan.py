@@ -138,7 +138,7 @@ class ScanState:
         return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
-        """Return why the scan does not apply to these inputs and settings, as the beginning of a sentence, or "" if it applies."""
+        """Return why the scan does not apply, such as `the inputs differ from those of the scan`, or "" if it applies."""
         report = self.report
         if report is not None and report.inputs != inputs:
             return "the inputs differ from those of the scan"
