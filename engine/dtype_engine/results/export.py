@@ -37,7 +37,7 @@ class ExportReport:
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose casts lose values."""
     coverage: Coverage | None = None
-    """How many tensors of the model, or of the index, the source has. None if neither is known."""
+    """How many of the model's tensors (or, if unknown, of those in its index) the source has. None if both are unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,9 +94,7 @@ class ExportTensor:
     quantized: Callable[[], Quantized] | None = None
     """A function that returns codes and scales which can be written as they are, or None if they must be computed."""
     byte_range: ByteRange | None = None
-    """The byte range of a file from which the values are read without mapping it. None if no single byte range of a file holds the
-    values as they are.
-    """
+    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged in a row."""
     shared: SharedScale | None = None
     """The scale that this weight shares with weights fused or packed together with it, or None if it has a scale of its own."""
     quantised_inputs: bool = False
@@ -154,9 +152,7 @@ class Contents:
     runtimes, too.
     """
     coverage: Coverage | None = None
-    """How many of the tensors of the model, or of those in its index, the source has. None if neither the model nor the index is
-    known.
-    """
+    """How many of the model's tensors (or, if unknown, of those in its index) the source has. None if both are unknown."""
     incomplete: tuple[str, ...] = ()
     """Sentences that name the tensors which the source lacks."""
 

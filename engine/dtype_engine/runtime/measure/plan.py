@@ -51,7 +51,7 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether the plan compares modules in a sequence without a request of the listener."""
+        """Return whether the plan compares modules in a sequence even if the listener does not request all modules."""
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:

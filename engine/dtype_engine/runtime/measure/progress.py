@@ -16,8 +16,10 @@ _IGNORES = ModuleObserver()
 
 
 class MeasurementProgress(ModuleObserver):
-    """Observes every pass of a measurement and reports how many input elements are done, counted over all passes. The share of the
-    current pass is estimated from its finished module calls. All outputs are passed on to the observer given to `begin_pass`.
+    """Observes every pass of a measurement and reports how many input elements are done, counted over all passes.
+
+    The finished fraction of the current pass is estimated from its module calls. All outputs are passed on to the observer given to
+    `begin_pass`.
 
     calls: the number of module calls in a pass that watches all modules (True) or only some (False), if known; it is updated after
     each pass. modules: the number of the model's modules, used as an estimate before the first pass.

@@ -249,8 +249,8 @@ def _configuration(transformers: ModuleType, model_class: Any, folder: Path, opt
 
 @contextmanager
 def _few_modules(tensors: int) -> Iterator[None]:
-    """While the block constructs a module, raise NoForward as soon as it has more submodules than files with this number of tensors
-    could belong to.
+    """While the block constructs a module, raise NoForward as soon as the module has more submodules than a model with this number
+    of tensors can have.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 

@@ -76,12 +76,12 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Find out into which weight of the loaded model transformers loads each tensor of the files that it renames or packs. `live`
-    holds the weights of the loaded model. Returns a value for each name in the files:
+    """Find out into which weight of the loaded model transformers loads each tensor of the files that it renames or packs.
 
-    (name in `live`, whether several tensors are packed into this weight, position in the packed weight). The position is (index of
-    the matrix along the first dimension or None if there is one matrix, number of the tensor among those stacked in this matrix's
-    rows). It is None if the tensors are combined in another way. If a transformers function is missing, the result is empty.
+    live: the weights of the loaded model. Returns for each name in the files: (name in `live`, whether several tensors are packed
+    into this weight, position in the packed weight). The position is (index of the matrix along the first dimension or None if
+    there is one matrix, number of the tensor among those stacked in this matrix's rows). It is None if the tensors are combined in
+    another way. If a transformers function is missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, live)

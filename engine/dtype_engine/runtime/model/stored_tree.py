@@ -138,8 +138,8 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return a module's tensors without those that the files lack because they hold quantised tensors instead: codes and scales
-    with other names in the same module or in the same group of experts.
+    """Return a module's tensors without those that the files hold in quantised form: as codes and scales with other names in the
+    same module or in the same group of experts.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

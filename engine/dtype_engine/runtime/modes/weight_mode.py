@@ -95,7 +95,7 @@ class WeightMode(TorchFunctionMode):
         self.compute = compute
         """The dtype to which a weight in a format with scales is dequantized for an operation without an activation."""
         self.rounding = rounding
-        """Rounds activations multiplied by quantised weights, or None (the setting `quantize_activations`)."""
+        """An object that rounds activations multiplied by quantised weights, or None if `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False

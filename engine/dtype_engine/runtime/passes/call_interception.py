@@ -42,11 +42,11 @@ class ModuleCalls:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """Start reporting all submodule calls to the current pass."""
+        """From now on, report every submodule call to the current pass."""
         self._put_everywhere(self._reporting)
 
     def only_stop(self) -> None:
-        """Start checking for cancellation before each submodule call, without reporting the calls."""
+        """From now on, check for cancellation before each submodule call, without reporting the calls."""
         self._put_everywhere(self._stopping)
 
     def remove(self) -> None:

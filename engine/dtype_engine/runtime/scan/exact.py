@@ -28,7 +28,7 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return the dtypes in which no weight causes drift: float32, or the stored dtype if it is wide enough or is never cast."""
+    """Return, for each weight, a dtype in which it causes no drift: its own if wide enough or never cast, else float32."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent

@@ -19,7 +19,7 @@ most likely no token swaps (the expected number of swaps is below ln 2), no drif
 This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
 measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).
 
-Shapes: margins [tokens], with all sequences and positions flattened; flips [dtypes of all weights, tokens].
+Shapes: margins [tokens], with all sequences and positions flattened; swap probabilities [dtypes of all weights, tokens].
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class TopKSample:
     squares: dict[Key, float] = field(default_factory=dict)
     """A random estimate of the sum of squared changes of the margins that a cast causes, keyed by weight and dtype."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """What `squares` would be on average if the errors in an operation's output were independent, keyed by weight and dtype."""
+    """The expected value of `squares` if the errors in an operation's output were independent, keyed by weight and dtype."""
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:

@@ -86,8 +86,8 @@ class WeightOpRecorder(ReferenceMode):
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
     dtype the model's code has read.
 
-    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of operations of whose tensors
-    copies are kept, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
+    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of the operations whose tensors
+    are copied, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
     backward pass.
     """
 

@@ -453,8 +453,8 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the current recipe to modules, by running the model with one module as the recipe casts it and all
-        other modules as in the reference, for one module after another.
+        """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
+        casts it and all other modules as in the reference.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
@@ -599,12 +599,12 @@ class Session:
         """Time whole forward passes in the reference's dtype, with the stored weights, and with the cast weights.
 
         Args:
-            on_passes: Called with the row that is being timed, the number of finished passes, and the number of all passes.
+            on_passes: Called with the variant that is being timed, the number of finished passes, and the number of all passes.
             cancelled: Checked between module calls.
-            repeats: The number of timed passes for each row of the report, after one warm-up pass.
+            repeats: The number of timed passes for each variant, after one warm-up pass.
 
         Returns:
-            Seconds per pass: the median, fastest and slowest of each row. Raises what `drift` raises.
+            Seconds per pass: the median, fastest and slowest of each variant. Raises what `drift` raises.
 
         Example:
             >>> [row.what for row in session.speed(repeats=3).rows]

@@ -185,7 +185,7 @@ def _packed(codes: Any, row: dtypes.DType, blocks: Blocks) -> torch.Tensor:
 
 
 def _words(codes: Any, bits: int) -> torch.Tensor:
-    """Pack codes, which start at 0, into 32-bit words, with the first code in the lowest bits: int32 [rows, words]."""
+    """Pack non-negative codes into 32-bit words, with the first code in the lowest bits: int32 [rows, words]."""
     per_word = 32 // bits
     padded = np.pad(codes.astype(np.uint64), ((0, 0), (0, -codes.shape[1] % per_word)))
     parts = padded.reshape(len(codes), padded.shape[1] // per_word, per_word)

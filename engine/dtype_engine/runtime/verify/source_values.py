@@ -34,7 +34,7 @@ class SourceValues:
 def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_component: bool = False) -> SourceValues:
     """Open the files of a checkpoint for reading single tensors.
 
-    wanted: the names of the weights, which show what entry of a pickle holds them. trust: whether a pickle may run any code.
+    wanted: the names of the weights, which show which entry of a pickle holds them. trust: whether a pickle may run any code.
     by_component: whether names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't
     read its file.
     """
