@@ -21,8 +21,8 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which a weight in a format with scales, such as float8 or int8, is dequantized if the operation that uses it has
-    no activation whose dtype it could take.
+    """The dtype to which a weight in a format with scales, such as float8 or int8, is dequantized if no activation in the same
+    operation determines the dtype.
     """
     autocast: Literal["bfloat16", "float16"] | None = None
     """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""
@@ -104,8 +104,7 @@ class Options:
     precision: float | None = None
     """The relative standard error of the drift. A measurement stops when it has reached this error. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"
-    """When to measure the noise floor. "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
-    """
+    """When to measure the noise floor. "auto": when a measured drift is close to it, or while the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
     """The sequences in which modules' outputs are compared. "some": the first one, and others up to about 1/6 of the inputs.
     "exact": all.

@@ -40,8 +40,8 @@ class TensorInfo:
     None.
     """
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, for example because it is part of a quantised weight. None if there is no reason except
-    possibly the tensor's dtype.
+    """Why the tensor is never cast, for example because it is part of a quantised weight. None if it can be cast, or if only its
+    dtype prevents that.
     """
     quantized: bool = False
     """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own

@@ -206,9 +206,7 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether each weight that runtimes fuse with `name` has a number of outputs that is a multiple of the block's rows.
-    Returns True if `name` is not fused.
-    """
+    """Return whether the block's rows divide the number of outputs of every weight fused with `name`. True if none is."""
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)

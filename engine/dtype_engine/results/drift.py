@@ -1,6 +1,6 @@
 """How far outputs are from the reference, as plain data that panes show and `--json` prints.
 
-Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not or could not be measured is None.
+Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not measured is None.
 """
 
 from __future__ import annotations

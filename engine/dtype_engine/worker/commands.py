@@ -42,7 +42,7 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by one with the same plan, so that metrics stay valid. It is measured only if there are none."""
+    """Replace the current recipe by one with the same plan, so that metrics stay valid. Without metrics, it is measured."""
 
     recipe: Recipe
 

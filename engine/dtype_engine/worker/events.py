@@ -350,7 +350,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether this event ends the opening of a model, successfully or not. Later, few long-lived objects are created."""
+    """Return whether this event ends the opening of a model, successfully or not, so that garbage collection can be resumed."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

@@ -323,8 +323,8 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put those weights into the module that an export stored with scales and that transformers can't load: weights with packed
-    codes, and weights that consist of several stored tensors.
+    """Put into the module the weights that an export stored with scales and transformers can't load: weights with packed codes, and
+    weights that consist of several stored tensors.
 
     Returns the dtype and scales of all weights that are stored with scales, by their names in the module, and the names of the
     weights that were put into the module.

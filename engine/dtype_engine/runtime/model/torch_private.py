@@ -40,7 +40,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""A function that returns the base of a view, which is the tensor that owns the data, or None for a tensor that is not a view."""
+"""A function that returns the tensor that owns the data of a view, or None if its argument is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has no memory of its own."""

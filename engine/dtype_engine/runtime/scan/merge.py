@@ -62,7 +62,7 @@ def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence that says which shards have no file, and which files are from shards that did not finish."""
+    """Return a sentence that names the shards without a file, and the files of shards that did not finish."""
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:
