@@ -57,7 +57,7 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""Suffix in the tensor name of an NVFP4 input scale, 448 * 6 / max |input|: 448 and 6 are the largest fp8 and fp4 values."""
+"""Suffix in the name of an NVFP4 input scale, which is 448 * 6 / max |input|. 448 and 6 are the largest fp8 and fp4 values."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,

@@ -19,8 +19,7 @@ LONGEST_REGEX = 500
 MOST_REPEATS = 1000
 """Maximum repeat count `{...}` in an expression."""
 _MOST_UNROLLED = 100_000
-"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes of memory.
-"""
+"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes."""
 _ALONE_S = 2.0
 """Time limit in seconds for a single match outside `time_limit`."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
@@ -64,7 +63,7 @@ def limited(
 ) -> Callable[[str], bool]:
     """Compile an expression as `compile_regex` does, but without its limits on length and repeat counts.
 
-    For expressions that are cheap to compile.
+    Use this only for expressions that are cheap to compile.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 

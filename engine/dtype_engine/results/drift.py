@@ -73,7 +73,7 @@ class OutputDrift:
     perplexity_candidate: float | None = None
     """The candidate's perplexity: exp of the mean of -log q, where q is its probability of the actual next token."""
     log_ratio: float | None = None
-    """log(perplexity_candidate / perplexity_reference) in nats. This is the mean of log p - log q for the actual next token."""
+    """ln(perplexity_candidate / perplexity_reference): the mean log-probability of the next token, reference minus candidate."""
     log_ratio_se: float | None = None
 
     # The other figures that `llama-perplexity --kl-divergence` prints.
@@ -98,7 +98,7 @@ class OutputDrift:
     perplexity_reference_se: float | None = None
     perplexity_candidate_se: float | None = None
     perplexity_correlation: float | None = None
-    """Pearson's correlation of -log p and -log q, the two models' losses on the actual next tokens."""
+    """Pearson's correlation of the two models' losses, -log of the probability of the actual next token."""
     perplexity_ratio: float | None = None
     """perplexity_candidate / perplexity_reference."""
     perplexity_ratio_se: float | None = None

@@ -8,8 +8,8 @@ The estimate covers every `topk` call whose scores have a gradient. A few calls 
 estimated for each sampled call:
 
 - The standard deviation σ of the change that a weight's error causes in the margins (the k-th score minus the next). As with the
-  probes of the output, a gradient of random signs at the margins is propagated back; (Σ g·Δ)² is then a sample of the sum of the
-  squared changes.
+  probes of the output, a gradient of random signs at the margins is propagated back; with the gradients g and local errors Δ at the
+  weight's operations, (Σ g·Δ)² is then a sample of the sum of the squared changes.
 - The drift that one swap costs. The reference runs again with the k-th and the next choice swapped for the tokens with the
   smallest margins.
 

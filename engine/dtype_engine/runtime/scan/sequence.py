@@ -1,8 +1,7 @@
-"""Scans one sequence: a forward pass with an autograd graph, the backward passes, and the sums of g·Δ.
+"""Scans one sequence: a forward pass with an autograd graph, the backward passes, and sums of gradients times local errors.
 
-Shapes: D dtypes of a weight; E elements of one output of an operation; N gradients for this output; B backward passes, of which
-the first are for probes, followed by one for each sampled `topk`. Errors Δ [D, E]; gradients g [N, E]; sums of g·Δ [D, B] in
-float64.
+Shapes: D dtypes of a weight; E elements of one output of an operation; N gradients for this output; B backward passes, of which the
+first are for probes, followed by one for each sampled `topk`. Errors Δ [D, E]; gradients g [N, E]; sums of g·Δ [D, B] in float64.
 """
 
 from __future__ import annotations

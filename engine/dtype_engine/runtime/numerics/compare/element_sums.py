@@ -35,7 +35,7 @@ class ElementSums:
     sum_abs: float = 0.0
     """The sum of |Δ| with Δ = candidate - reference."""
     max_abs: float = 0.0
-    """The largest |Δ|."""
+    """The largest |Δ| with Δ = candidate - reference."""
     noise: float = 0.0
     """The energy ΣΔ² of the difference Δ = candidate - reference."""
     energy: float = 0.0

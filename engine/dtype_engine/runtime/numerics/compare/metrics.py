@@ -166,7 +166,7 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
 
 
 def sqnr_db(energy: float, noise: float) -> float:
-    """Return 10 log10(Σr² / ΣΔ²) in dB: infinity if the noise ΣΔ² is 0, minus infinity if it is infinite or the energy Σr² is 0."""
+    """Return 10 log10(energy / noise) in dB: infinity if the noise is 0, minus infinity if it is infinite or the energy is 0."""
     if noise == 0.0:
         return math.inf
     if math.isnan(noise) or math.isinf(noise):
@@ -215,7 +215,10 @@ def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return both perplexities from ln p and ln q of the correct tokens [tokens], their ratio, difference and standard errors."""
+    """Return the perplexities of both models, their ratio, difference and standard errors.
+
+    log_p, log_q: the reference's and the candidate's log-probabilities of the correct tokens, [tokens].
+    """
     reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
     ratio = _exp(float((log_p - log_q).mean()))
     figures: dict[str, float | None] = {

@@ -43,9 +43,9 @@ class PositionFigures:
     same_top: torch.Tensor
     """Whether both outputs have the same likeliest class, the first of those with the largest logit: bool [positions]."""
     log_p: torch.Tensor
-    """ln p of the next token's class, at the positions that have a next token."""
+    """The reference's log-probability of the next token's class, at the positions that have a next token."""
     log_q: torch.Tensor
-    """ln q of the next token's class, at the same positions as `log_p`."""
+    """The candidate's log-probability of the next token's class, at the same positions as `log_p`."""
 
 
 @dataclass(slots=True)
