@@ -49,7 +49,7 @@ class Component:
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the components that an index names, without optional ones that were left out, for which the index has no class."""
+    """Return the names of the components in an index, without those that the pipeline lacks (`[null, null]` in the index)."""
     return tuple(
         name
         for name, named in index.items()

@@ -38,8 +38,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype, with the dtypes that they may have as `choices`, sorted by bytes. No choice needs more
-    bytes than another one that is at least as good.
+    """Weights that must have the same dtype, with the dtypes that they may have as `choices`, sorted by bytes. A choice is left out
+    if another one is at least as good and needs no more bytes.
     """
 
     weights: tuple[str, ...]

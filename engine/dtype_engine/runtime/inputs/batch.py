@@ -82,9 +82,9 @@ class Inputs:
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Convert a user's value to inputs. It describes one forward pass by a mapping (keyword arguments), a tuple (positional
-    arguments) or a single argument (a tensor, a packed sequence or a dataclass); or it is a list of these. Raises UserError for
-    anything else.
+    """Convert a user's value to inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple (positional
+    arguments) or a single argument (a tensor, a packed sequence or a dataclass); for several, it is a list of these. Raises
+    UserError for anything else.
     """
     several = values if isinstance(values, list) else [values]
     batches = []

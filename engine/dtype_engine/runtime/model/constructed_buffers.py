@@ -26,8 +26,8 @@ _COMPLETE = ("transformers.", "torch.")
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Fill the non-persistent buffers of a loaded model: each that differs from the one that the model's constructor creates on the
-    CPU is replaced by the latter. Returns notices of the replaced buffers, and of those that the constructor could not create.
+    """Fill the non-persistent buffers of a loaded model: construct the model again on the CPU, and replace each buffer that differs
+    from the constructed one. Returns notices of the replaced buffers, and of those that the constructor could not create.
 
     dtype: the default dtype during construction, the same as when the model was loaded.
     """

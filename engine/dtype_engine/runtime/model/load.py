@@ -355,7 +355,7 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Give every tensor whose dtype changed on loading its stored data again, mapped from the file.
+    """Restore the stored data, mapped from the file, of every tensor whose dtype changed on loading.
 
     A tensor that was packed from several stored ones is cast back to their dtype, which is exact, since loading only widened it.
     """

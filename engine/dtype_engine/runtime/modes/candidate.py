@@ -49,7 +49,7 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`, as [*ids, width]."""
+    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`: [*ids.shape, width]."""
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks

@@ -71,7 +71,7 @@ def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
 
 
 def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the reference's values of the rows at `ids` of a table [rows, width], as [*ids, width]."""
+    """Return the reference's values of the rows at `ids` of a table [rows, width]: [*ids.shape, width]."""
     stored, dtype = weight.original.to(device), reference_dtype(weight)
     if weight.stored_scale is not None:
         return dequantized_rows(stored, weight.stored_scale, weight.info.dtype, ids, dtype)

@@ -224,7 +224,7 @@ class WeightMode(TorchFunctionMode):
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows at `ids` of a replaced table [rows, width], as [*ids, width], without computing other rows."""
+        """Return the rows at `ids` of a replaced table [rows, width], without computing other rows: [*ids.shape, width]."""
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:

@@ -92,7 +92,8 @@ def _score(
 def _shrink_to_mean(
     scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
-    """Shrink each ratio of `sums` to `independent` towards the mean ratio of its weight, and correct `scores` in place.
+    """Shrink each ratio of `sums` to `independent` (see `SequenceScores`) towards its weight's mean ratio, and correct `scores` in
+    place.
 
     All variances are relative. A sum of many products of gradients and errors is nearly Gaussian, so the variance of its mean
     square is 2 / samples.

@@ -163,7 +163,7 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes: first those from routing margins, whose gradients are used together with the first probes'."""
+        """Run all backward passes: first those that start at routing margins, then those that start at the main output."""
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
