@@ -54,7 +54,7 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """Return the tensors that must keep their stored dtype on loading: those in a compute dtype, and those that this program's
-    export stored with scales. transformers loads all others, such as integers and weights that other programs quantised.
+    export stored with scales. All others, such as integers and weights that other programs quantised, are left to transformers.
     """
     return {
         name: placement
