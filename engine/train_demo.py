@@ -31,7 +31,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def read_library(root: Path) -> tuple[list[str], list[str]]:
-    """Return (training texts, held-out texts), one string a source file."""
+    """Read the standard library's source files. Returns (training texts, held-out texts), one string per file."""
     training: list[str] = []
     held_out: list[str] = []
     for path in sorted(root.rglob("*.py")):
@@ -47,7 +47,7 @@ def read_library(root: Path) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Byte-level BPE over the training texts."""
+    """Train a byte-level BPE tokenizer on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def as_tokens(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    """All texts in one row of token ids, each ended by the end-of-text token. Shape [tokens], int64."""
+    """Tokenize all texts into one int64 tensor [tokens], with an end-of-text token after each text."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(texts):
@@ -75,7 +75,7 @@ def as_tokens(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
 
 @torch.no_grad()
 def held_out_loss(model: LlamaForCausalLM, tokens: torch.Tensor, device: str) -> float:
-    """Mean cross-entropy in nats per token over consecutive float32 windows of `tokens`."""
+    """Return the mean cross-entropy in nats per token over consecutive windows of `tokens`."""
     total, count = 0.0, 0
     for start in range(0, len(tokens) - SEQUENCE, SEQUENCE * 64):
         chunk = tokens[start : start + SEQUENCE * 64]

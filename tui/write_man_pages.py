@@ -36,7 +36,7 @@ FILES = {
 
 
 def page(program: str, commands: dict[str, click.Command]) -> str:
-    """The manual page of a program, in roff's man macros. commands: by what the user types, such as `dtype-engine drift`."""
+    """Return a program's manual page, in roff's man macros. commands: keyed by what the user types, like `dtype-engine drift`."""
     other = next(name for name in NAMES if name != program)
     lines = [f'.TH {program.upper()} 1 "" "dtype-tui {__version__}" "User Commands"', ".SH NAME"]
     lines.append(f"{program} \\- {_plain(NAMES[program])}")
@@ -66,13 +66,13 @@ def _described(command: click.Command) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text for roff: it becomes neither a control line nor an escape sequence, and its hyphens can be copied."""
+    """Escape text for roff, so that it is neither a control line nor an escape sequence, and so that its hyphens can be copied."""
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 
 
 def _all(typed: str, command: click.Command) -> dict[str, click.Command]:
-    """The command and its subcommands except hidden ones, by what the user types."""
+    """Return a command and all its subcommands except hidden ones, keyed by what the user types."""
     found = {typed: command}
     if isinstance(command, click.Group):
         context = click.Context(command)

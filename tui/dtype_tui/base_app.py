@@ -82,8 +82,8 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """After a key press, mark the newest message as read if the message has been shown for at least `READ_S` seconds. surely:
-        mark the message as read even if it was shown for less time.
+        """Mark the newest message as read after a key press, if it has been shown for at least `READ_S` seconds or `surely` is
+        True.
         """
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
@@ -116,10 +116,10 @@ class BaseApp(App[ReturnType]):
         return closed
 
     async def on_event(self, event: Event) -> None:
-        """Handle each key completely before the next one.
+        """Handle a key completely before the next event.
 
-        Textual passes a key from the focused widget to its parents and finally to the app, through a queue at each step. Over a
-        slow connection several keys arrive together, and each would take effect before the effects of the earlier keys.
+        Textual passes a key from the focused widget to its parents and finally to the app, through a queue at each step. If several
+        keys arrive together over a slow connection, the later ones would be handled before the earlier ones have taken effect.
         """
         if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
             await super().on_event(event)
@@ -136,7 +136,7 @@ class BaseApp(App[ReturnType]):
             self.focused._on_paste(event)
 
     async def _take_key(self, key: Key) -> None:
-        """Handle a key at once, in Textual's order: priority bindings, then text input, then bindings from the focus outwards."""
+        """Handle a key at once, in Textual's order: priority bindings, text input, then bindings from the focus outwards."""
         if await self._check_bindings(key.key, priority=True):
             return
         without_alt = _after_escape(key)
@@ -191,7 +191,7 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the letter of a key such as alt+j, which may be Escape followed by that letter. Returns None for any other key.
+    """If a key may be Escape followed by a letter, return that letter, and None otherwise. alt+j may be such a key.
 
     Most terminals send the same bytes for alt+j and for Escape, j. A terminal that distinguishes them sends alt+j without a
     character.

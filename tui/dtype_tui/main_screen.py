@@ -63,7 +63,7 @@ class MainScreen(Screen[None]):
         self._wanted_cursor = cursor
         """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
         self._worst = ""
-        """The module that the key for the worst module last moved the cursor to."""
+        """The name of the module to which the key for the worst module moved the cursor last."""
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)
         self._words = CommandWords(controller, self.tree_view)
@@ -71,9 +71,10 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
-        """Minimum number of seconds between two redraws that the engine's events cause, in any window.
+        """Minimum number of seconds between two redraws that are caused by engine events.
 
-        Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the responses to keys, which are not delayed.
+        Ten redraws a second look smooth, and leave most of a connection of 50 kB/s to the redraws after keys, which are not
+        delayed.
         """
         self._draw_is_due = False
         self._drawn_at = 0.0

@@ -40,9 +40,9 @@ class Checkpoint:
     metadata: dict[str, str] = field(default_factory=dict)
     """The merged metadata of all safetensors headers."""
     form: Form = "safetensors"
-    """The kind of reader that the checkpoint's files need."""
+    """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
     values: Mapping[str, Any] | None = None
-    """The tensors' values by name, if reading the headers has also mapped the values into memory. This is so for pickles."""
+    """The tensors' values by name, for pickles, whose headers can't be read without their values. Otherwise None."""
     base: str | None = None
     """The model that an adapter belongs to. None if the checkpoint is not an adapter or does not name the model."""
     notices: tuple[str, ...] = ()
@@ -80,13 +80,13 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the dtype of the tensor `name` in `weights`, under its name in `core.dtypes`, which may end in `@tensor`."""
+        """Return the stored dtype of a weight, given its key in `weights`. With a single scale, the dtype ends in `@tensor`."""
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the names under which `weights` holds the given tensor of the module tree. There are several names if the model
-        loader packs several tensors of the files into this one, and none if the files lack it.
+        """Return the keys of `weights` that hold the values of a tensor of the module tree: several keys if the model loader packs
+        several tensors of the files into this one, and none if the files lack it.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
@@ -122,7 +122,7 @@ class Checkpoint:
 
     @property
     def _own_parts(self) -> set[str]:
-        """The names in the files of all tensors that belong to `quantized`."""
+        """The names in the files of all codes and scales that belong to the weights in `quantized`."""
         return {part.name for weight in self.quantized.values() for part in weight.tensors}
 
     @property

@@ -39,8 +39,8 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """The number of all tensors that are in the index or in left-out files, and the names of those that no file of the index
-        holds.
+        """How many of the checkpoint's tensors the files of the index hold, and the names of the missing ones. The checkpoint's
+        tensors are those in the index and those in left-out files.
         """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)

@@ -44,12 +44,12 @@ class Component:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the component's tensor names in the whole pipeline."""
+        """The prefix that the pipeline adds to the names of this component's tensors, such as `unet.`."""
         return f"{self.name}."
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the components that an index names, without optional ones that were left out, for which the index has no class."""
+    """Return the names of the components in an index, without those that the pipeline lacks (`[null, null]` in the index)."""
     return tuple(
         name
         for name, named in index.items()

@@ -1,7 +1,7 @@
-"""Checks the folder of an export, and recognises one that this program has exported, so that nothing else is replaced.
+"""Checks the target folder of an export. An existing folder is replaced only if this program exported it earlier.
 
-Such a folder has two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose second paragraph
-names the version that wrote the folder. Every version since 0.1.0 writes both.
+An exported folder is recognised by two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose
+second paragraph names the version that wrote the folder. Every version since 0.1.0 writes both.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 
 def missing_mark(folder: Path) -> str | None:
-    """Why a folder is not an export of this program, as the end of a sentence; None if it is one."""
+    """Return why a folder is not an export of this program, such as `has no recipe.yaml of an export`, or None if it is one."""
     for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
         text = _text(folder / name)
         if text is None:
@@ -98,7 +98,7 @@ def _text(file: Path) -> str | None:
 
 
 def _component_folders(folder: Path) -> frozenset[str]:
-    """The names of the folders in an exported pipeline."""
+    """Return the names of the component folders that the index of an exported pipeline lists, or an empty set without an index."""
     try:
         return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
     except UserError:

@@ -36,7 +36,7 @@ class FileIdentity:
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def change(self) -> str | None:
-        """Return how the file has changed since it was opened, as the end of a sentence, or None if it has not changed."""
+        """Return how the file has changed since it was opened, such as `was written to`, or None if it has not changed."""
         try:
             now = os.stat(self.path)
         except OSError:

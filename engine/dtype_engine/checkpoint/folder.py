@@ -138,7 +138,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint, marked as a PEFT adapter. An adapter's tensors belong to the weights of another model."""
+    """Return a copy of the checkpoint that is marked as a PEFT adapter and has a notice naming its base model."""
     base = str(read_json(checkpoint.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
     return dataclasses.replace(
@@ -147,8 +147,7 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of tied weights that the file's tensors lack, each with the name of the tensor in the file that holds its
-    values.
+    """Map each name of a tied weight that the file omits to the name of the tensor that holds the weight's values.
 
     safetensors' `save_model` writes a tied weight once. The metadata maps each name that was left out to the name that was kept.
     """

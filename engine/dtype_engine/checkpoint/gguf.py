@@ -40,7 +40,7 @@ def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
 def _specification(
     path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int, dequantized: dict[str, bool]
 ) -> CheckpointTensor:
-    """Return the header of one tensor. Raises UserError if the type is unknown or the tensor's bytes are outside the file."""
+    """Convert one tensor's GGUF header. Raises UserError if the type is unknown or the tensor's bytes are outside the file."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:

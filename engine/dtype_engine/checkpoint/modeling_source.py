@@ -47,7 +47,7 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return what all classes of an architecture together declare to stay in float32. Empty if the architecture is unknown."""
+    """Return the names of the modules that any class of an architecture declares to keep in float32; empty if it is unknown."""
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
         try:
@@ -58,11 +58,11 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return the prefix, such as `language_model.`, that all tensor names of a checkpoint have and its architecture does not
-    expect. Returns "" if there is no such prefix or the architecture is unknown.
+    """Return an extra prefix, such as `language_model.`, that all tensor names of a checkpoint have but its architecture's classes
+    do not expect. Returns "" if there is no such prefix or the architecture is unknown.
 
-    Loaders can add or drop only the architecture's own prefix. A prefix therefore counts as foreign only if the architecture's own
-    prefix follows it in most names.
+    Loaders can add or drop only the architecture's own prefix, such as `model.`. A common prefix counts as extra only if the
+    architecture's own prefix comes after it in most names.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

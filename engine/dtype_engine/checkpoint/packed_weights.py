@@ -46,9 +46,9 @@ class Layout:
     dtypes: frozenset[str]
     """The dtypes that codes may have. A tensor of another dtype under the same name is a plain weight."""
     more: tuple[str, ...] = ()
-    """Suffixes of optional parts besides the codes and the scales."""
+    """Suffixes of optional tensors other than codes and scales, such as zero points."""
     beside: tuple[str, ...] = ()
-    """Suffixes of optional parts whose names consist of the module's name and the suffix, instead of the stem and the suffix."""
+    """Suffixes of optional tensors that are appended to the module's name. The other suffixes are appended to the weight's stem."""
     alone: tuple[str, ...] = ()
     """Suffixes that no plain tensor has. A tensor with such a suffix is part of a quantised weight, even if other parts are
     missing.
@@ -138,12 +138,12 @@ class PackedWeight:
         return self.stem + self.layout.scale
 
     def part(self, suffix: str) -> str:
-        """Return the name of the weight's part that has this suffix."""
+        """Return the full name of the weight's tensor with this suffix."""
         return self.stem + suffix
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names that the weight's parts may have."""
+        """The names of all tensors that may belong to the weight: codes, scales and the layout's optional tensors."""
         module = self.stem[: self.stem.rfind(".") + 1]
         more = (self.stem + suffix for suffix in self.layout.more)
         return (self.codes, self.scale, *more, *(module + local for local in self.layout.beside))
@@ -167,9 +167,7 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """For each tensor that is part of a weight quantised by another program, map the tensor's name to the reason why it is never
-    cast.
-    """
+    """Map each tensor that belongs to a weight quantised by another program to the reason why it is never cast."""
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):

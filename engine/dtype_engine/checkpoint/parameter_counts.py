@@ -1,7 +1,7 @@
-"""Computes the number of parameters in each part of a quantised weight, from names, shapes and the configuration.
+"""Computes how many parameters each tensor of a quantised weight represents, from names, shapes and the configuration.
 
 How parameters are packed depends on the layout; the layouts and their sources are those of `packed_weights`. If a configuration
-names several bit widths, the one whose groups match the number of scales is used.
+lists several bit widths with group sizes, the pair that agrees with the number of scales is used.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield a pickle's opcodes like `pickletools.genops`. Raises TooManyOpcodes, or the errors of genops for a damaged pickle."""
+    """Yield opcodes as `pickletools.genops` does, with its errors. Raises TooManyOpcodes after `MOST_OPCODES`."""
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes

@@ -43,9 +43,9 @@ class Archive:
 
 
 def check_archive(path: Path, trust: bool) -> Archive:
-    """Compare an archive's directory with the storages that its pickle claims.
+    """Check that the records of an archive agree with the storages that its pickle refers to.
 
-    trust: accept a pickle of a kind that torch itself does not write. Raises UserError if a record is missing, shorter than its
+    trust: whether to accept pickles that torch.save would not write. Raises UserError if a record is missing, shorter than its
     storage, present twice, compressed in a way that torch can't read, or inflates to more bytes than the free memory.
     """
     try:
@@ -187,7 +187,7 @@ class _Global(str):
 
 
 _OTHER = object()
-"""Placeholder on the stack for an object that the pickle creates and that does not matter for storages."""
+"""Stands on the simulated pickle stack for any object that is not a string, number, tuple or class name."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:

@@ -76,7 +76,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """Return the header of one tensor. If safetensors can't hold the tensor, the header's `refusal` says why."""
+    """Describe one tensor as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -129,7 +129,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 def _place(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for two tensors with the same memory, shape, strides and dtype.
 
-    Returns None for a tensor that has no memory of this kind, such as a sparse or an empty one.
+    Returns None for a tensor without strided memory: a nested, sparse, meta or empty one.
     """
     import torch
 
@@ -223,10 +223,8 @@ def _refused(path: Path, error: Exception) -> str:
 
 
 def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
-    """Return the tensors by name, and notices for the user: which entry of the file holds the weights, and how many other tensors
-    exist.
-
-    Raises UserError if there are no tensors, or two have the same name.
+    """Return (the tensors by name, notices for the user). The notices say which entry of the file was chosen as the weights, and
+    how many tensors the other entries hold. Raises UserError if there are no tensors, or if two have the same name.
     """
     import torch
     from torch import nn
@@ -324,8 +322,8 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """Return the number of tensors that are in other mappings or lists of a pickle than `chosen`, and the path of the first of
-    them.
+    """Count the tensors of a loaded pickle that are not in `chosen`. Returns their number and the path of the first one's
+    container.
     """
     import torch
 

@@ -36,7 +36,7 @@ class QuantizedWeight:
     """A weight that an exported checkpoint stores as codes with scales."""
 
     dtype: str
-    """The dtype's name in `core.dtypes`, which may end in `@tensor`."""
+    """The weight's format: a name in `core.dtypes`, with `@tensor` at the end if one scale covers the whole tensor."""
     shape: tuple[int, ...]
     """The shape of the weight. Packed codes have another shape."""
     parts: Mapping[str, CheckpointTensor]
@@ -110,8 +110,8 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return the names that the codes of a weight may have: the name that other programs read, and the name that only this program
-    reads.
+    """Return two possible names for the codes of a weight: one for layouts that other programs read, and one for layouts that only
+    this program reads.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
@@ -124,7 +124,7 @@ def input_scale_name(name: str) -> str:
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """Return the tensors in a file that store a weight of `shape` in a format with codes and scales."""
+    """Describe the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format `dtype`."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

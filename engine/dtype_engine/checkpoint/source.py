@@ -35,7 +35,7 @@ class Source:
     attribute: str | None = None
     trust_pickle: bool = False
     asked: str | None = field(default=None, compare=False)
-    """The text that was passed to `locate`, or None for the demo."""
+    """The text from which `locate` found this model, or None for the demo."""
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -83,10 +83,12 @@ def locate(
     model: str | None, trust_pickle: bool = False, download: bool = False, python_only_by: str | None = None
 ) -> Source:
     """Find the model that a text names: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, or a Hugging Face
-    id in the local cache (with `download`, also on the hub). None and, unless such a file exists, `demo` mean the built-in demo.
+    id in the local cache (with `download`, also on the hub). None means the built-in demo, and so does `demo` unless a file has
+    this name.
 
-    python_only_by: if set, Python code is refused, and these words tell the user how to name it. Set it for a text that comes from
-    a file, since a file must not choose which Python code runs. Raises UserError, which says where the model was looked for.
+    python_only_by: the option that the error message recommends when Python code is refused, or None to allow Python code. Set it
+    if the text comes from a file, since a file must not choose which Python code runs. Raises UserError, which lists where it was
+    looked for.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 

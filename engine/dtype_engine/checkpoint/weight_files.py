@@ -122,10 +122,10 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
-    """Return the path of the file with this name in the folder. Neither the name nor a link may lead out of the folder, because the
-    name comes from an index, which is untrusted.
+    """Return the path of the file `name` in a folder. Raises UserError if the name or a link leads out of the folder, because the
+    name comes from an untrusted index.
 
-    The only exception is the Hugging Face cache, whose snapshots are links to the `blobs` folder next to them. Raises UserError.
+    Links to the `blobs` folder of the Hugging Face cache are allowed, because the cache's snapshots consist of such links.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")

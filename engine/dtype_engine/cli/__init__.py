@@ -24,7 +24,7 @@ _MODULES = {
 
 
 class _Commands(click.Group):
-    """Imports a command's module when the command is used. Importing all modules would take longer than most commands run."""
+    """A command group that imports a command's module only when that command runs, because importing all modules would be slow."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_MODULES)

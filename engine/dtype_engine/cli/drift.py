@@ -163,7 +163,7 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure, for each module, the drift if only this module is cast, in this process or by workers. Raises UserError."""
+    """Measure, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work

@@ -156,7 +156,7 @@ def export_text(report: ExportReport) -> str:
 
 
 def verify_text(report: VerifyReport, most: int) -> str:
-    """Return the lines that report a verification, with at most the first `most` tensors that differ."""
+    """Return the text that reports a verification. It lists at most `most` of the tensors that differ."""
     lines = [
         f"export     {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -67,8 +67,10 @@ def inspect(request: RunRequest, as_object: bool) -> None:
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return how many of the model's tensors the files have, and sentences about what they lack. The index states this. The
-    architecture is used as well if it is needed anyway or something is missing, because its import takes seconds.
+    """Return how many of the model's tensors the files have (None if unknown), and sentences about the missing ones.
+
+    The checkpoint's index usually answers this. Importing the architecture takes seconds, so it is used only if rules or options
+    need it anyway, or if the index shows that tensors are missing.
     """
     if checkpoint is None:
         return None, ()

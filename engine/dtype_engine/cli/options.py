@@ -155,7 +155,7 @@ class _Bytes(click.ParamType[int]):
 
 
 class _Precision(click.ParamType[float]):
-    """A click parameter type for a share such as `5%` or `0.05`."""
+    """A click parameter type for a fraction, written as `5%` or `0.05`."""
 
     name = "precision"
 

@@ -40,10 +40,10 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """Start the workers. Yields the workers, or None for this process, and a callback `(done, total)` that shows how many parts are
-    done.
+    """Start the workers for a command. Yields (the workers, or None if the command runs in this process; a function `show(done,
+    total)` that shows the progress).
 
-    parts: how many pieces of work there are. private: bytes that each process needs in addition to the mapped checkpoint.
+    parts: the number of independent tasks in the work. private: bytes that each process needs in addition to the mapped checkpoint.
     """
     if workers is None:
         yield None, partial(_say, 1)

@@ -45,7 +45,7 @@ def print_stderr(line: str) -> None:
 
 
 _step = ""
-"""The progress that `say` wrote last, if it is still on the screen."""
+"""The progress text that is on the terminal now, or "" if there is none."""
 
 
 def say(step: str) -> None:
@@ -58,7 +58,7 @@ def say(step: str) -> None:
 
 
 def _last_line(sentence: str) -> None:
-    """Print the program's last line on standard error, in place of the progress."""
+    """Erase the progress text and print a final sentence on standard error."""
     if _step:
         say("")
     print_stderr(sentence)
@@ -75,10 +75,10 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show the progress of a job: `text` (by default `what`), a bar, and the time left as soon as it can be estimated.
+    """Show a job's progress: `text` (by default `what`), a bar for done / total, and the remaining time once it can be estimated.
 
-    job: the name of the whole job if `what` is only a part of it; `done` and `total` then count the whole job. A total of 0 means
-    that the amount of work is unknown.
+    job: the whole job's name if `what` is only one stage of it; `done` and `total` then count the whole job. If total is 0, only
+    the text is shown.
     """
     if not total:
         say(text or what)

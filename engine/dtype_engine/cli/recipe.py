@@ -200,7 +200,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:
-    """Return the plan of a recipe file for the request's model or, if the request has none, for the model that the file names."""
+    """Read a recipe file and plan it for the request's model or, if the request names no model, for the one named in the file."""
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
@@ -214,7 +214,7 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of a recipe for a model. Raises UserError for a rule that matches nothing."""
+    """Plan the request's recipe for its model, and describe the model. Raises UserError for a rule that matches nothing."""
     from dtype_engine.runtime.model.describe import describe
 
     source = request.locate(python_only_by)

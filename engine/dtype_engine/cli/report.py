@@ -75,7 +75,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Count the values that the casts lose, read from a model's files. Returns None if the values can't be read."""
+    """Return the weights in which the casts lose values, counted from the model's files, or None if the files can't be read."""
     if known.checkpoint is None:
         return None
     from dtype_engine.runtime.measure.stored_losses import losses_in_files

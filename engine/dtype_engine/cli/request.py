@@ -88,9 +88,9 @@ class RunRequest:
         return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """Find the model that MODEL names. python_only_by: as in `checkpoint.source.locate`, for a MODEL that is named in a file.
+        """Find the model that MODEL names. Raises UserError, also for an option that does not apply to this kind of model.
 
-        Raises UserError, also for an option that does not apply to such a model.
+        python_only_by: the option that an error recommends if MODEL is Python code named in a file; None to allow Python code.
         """
         from dtype_engine.checkpoint.source import locate
 

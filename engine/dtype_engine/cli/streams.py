@@ -15,8 +15,8 @@ from dtype_engine.core.errors import UserError
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 """The standard streams and their modes, keyed by file descriptor."""
 _answers: list[TextIO] = []
-"""A stack of the streams to which the running commands write their results, the innermost command's last. If it is empty,
-`sys.stdout` is used.
+"""Output streams for the results of running commands. The last one belongs to the innermost command. If the list is empty, results
+go to `sys.stdout`.
 """
 
 

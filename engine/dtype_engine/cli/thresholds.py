@@ -55,7 +55,7 @@ _OPTIONS = (
 
 
 def threshold_options(command: Function) -> Function:
-    """Add the options of `thresholds_from` to a command's function. This is a decorator."""
+    """A decorator that adds the options for limits on the drift, such as --max-kl, to a command's function."""
     for option in reversed(_OPTIONS):
         command = option(command)
     return command

@@ -41,7 +41,7 @@ def _installed(name: str) -> str:
 
 
 def _processor() -> str:
-    """Return the name of the processor. On Linux it is read from a file, because `platform` knows only the architecture."""
+    """Return the processor's model name. On Linux it comes from /proc/cpuinfo, because `platform` returns only the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -26,7 +26,7 @@ class Blocks:
     scale: str
     """torch's name for the dtype of a scale in a file. `uint8` means E8M0: the scale is 2 to the power of (byte - 127)."""
     rule: ScaleRule = "amax"
-    """The rule that computes a scale from the largest |value| in its block; see the format's module in `runtime/formats/`."""
+    """How the scale is computed from the largest |value| in its block. The modules in `runtime/formats/` define the rules."""
     tensor_scale: bool = False
     """Whether the whole tensor also has one float32 scale."""
     zero_points: bool = False
@@ -57,7 +57,7 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_shape",
 )
 INPUT_SCALE = "input_global_scale"
-"""The last part of the name of the tensor that holds an NVFP4 layer's input scale: 448 * 6 (largest fp8, fp4) / max |input|."""
+"""Suffix in the name of an NVFP4 input scale, which is 448 * 6 / max |input|. 448 and 6 are the largest fp8 and fp4 values."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,
@@ -101,9 +101,9 @@ def packed_width(width: int, bits: int, packing: Packing) -> int:
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Return the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's other tensors.
+    """Describe the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's other tensors.
 
-    codes: the dtype of unpacked codes.
+    codes: the dtype of the codes if they are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

@@ -53,9 +53,7 @@ class DType:
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype in memory while a model runs: the dtype of the values or, in a format with codes and scales,
-        of the codes.
-        """
+        """torch's name for the dtype of the tensor in a running model. For a format with scales, it is the dtype of the codes."""
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -247,7 +245,7 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
 
 
 def quantizes_activations(dtype: str) -> bool:
-    """Return whether runtimes that compute in this format also round activations to it.
+    """Return whether inference runtimes that serve weights in this format also round the activations to it.
 
     They do so for fp8, int8, MX and NVFP4, but not for group-quantized integers (W4A16, W8A16).
     """
@@ -278,8 +276,8 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
 
 
 def widest(stored: Iterable[str]) -> str:
-    """Return the smallest dtype of `COMPUTE_DTYPES` that holds all values of those dtypes in `stored` that are also in
-    `COMPUTE_DTYPES`. Returns float32 if there are none.
+    """Return the smallest compute dtype that holds all values of the compute dtypes in `stored`; other dtypes in `stored` are
+    ignored. Returns float32 if `stored` has no compute dtype.
     """
     stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
     if not stored_floats:

@@ -57,9 +57,9 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights in `names` that would share one tensor scale with `name` if all weights were in `dtype`.
+    """Return the weights in `names`, including `name`, that would share one tensor scale if all of them had the format `dtype`.
 
-    Returns () if there are none.
+    Returns () if `name` would have a tensor scale of its own, or none.
     """
     if not _has_tensor_scale(dtype):
         return ()
@@ -73,7 +73,7 @@ def _has_tensor_scale(dtype: str) -> bool:
 
 
 def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Return the fused groups whose members have different formats under a plan, as `is_split` defines it."""
+    """Return the groups of fused weights that no fused kernel supports, because a plan gives their members different formats."""
     return tuple(group for group in fused_groups(planned) if is_split(group, planned))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 _PACE_S = 2.0
 _PACE_SHARE = 0.02
-"""A job's remaining time is estimated only after this share of its work is done and it has run for `_PACE_S` seconds."""
+"""Fraction of a job that must be done before its remaining time is estimated. It must also have run for `_PACE_S` seconds."""
 
 
 class JobPace:
@@ -21,7 +21,7 @@ class JobPace:
         """(time, share of the work done) when the running job first reported its progress."""
 
     def follow(self, job: str, share: float | None) -> None:
-        """Record the share of a job that is done (0 to 1, or None if unknown). A decrease means that the job has restarted."""
+        """Record the fraction of `job` that is done (0 to 1, or None if unknown). If it decreases, the job has restarted."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

@@ -1,4 +1,4 @@
-"""Turns the progress of one part of a job into the progress of the whole job."""
+"""Turns the progress of one stage of a job into the progress of the whole job."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from functools import partial
 
 
 def part_of(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int) -> Callable[[int], None]:
-    """Return a progress callback for one part of a job.
+    """Return a progress callback for one stage of a job.
 
-    When the callback is given the work done in the part, it calls `on_progress(what, done, total)` with the work done in the whole
-    job. before: the work that the job had done when the part began.
+    The callback's argument is the amount of work done in this stage. It calls `on_progress(what, done, total)`, where `done` also
+    includes `before`, the work of earlier stages.
     """
     return partial(_report, on_progress, what, before, total)
 

@@ -21,8 +21,8 @@ class RunSettings:
     """
 
     compute: str = "float32"
-    """The dtype to which weights that are only stored in their format, such as float8 or int8, are dequantized if no activation
-    determines the dtype.
+    """The dtype to which a weight in a format with scales, such as float8 or int8, is dequantized if no activation in the same
+    operation determines the dtype.
     """
     autocast: Literal["bfloat16", "float16"] | None = None
     """The dtype of `torch.autocast` while the candidate runs; None to run without autocast."""
@@ -40,9 +40,9 @@ class RunSettings:
     """
 
     def of_weights(self) -> RunSettings:
-        """Return these settings without autocast and `float_inputs`, which do not concern single weights.
+        """Return these settings without autocast and `float_inputs`, which apply to the whole model and not to single weights.
 
-        Scans and the search for causes run with the returned settings.
+        Scans and the search for the causes of drift use the returned settings.
         """
         return dataclasses.replace(self, autocast=None, float_inputs="given")
 
@@ -104,11 +104,10 @@ class Options:
     precision: float | None = None
     """The relative standard error of the drift. A measurement stops when it has reached this error. If None, it runs all inputs."""
     floor: Literal["auto", "always", "never"] = "auto"
-    """When to measure the noise floor. "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
-    """
+    """When to measure the noise floor. "auto": when a measured drift is close to it, or while the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
-    """On which sequences modules' outputs are compared. "some": on the first sequence, and on up to 1/6 of all sequences. "exact":
-    on all sequences.
+    """The sequences in which modules' outputs are compared. "some": the first one, and others up to about 1/6 of the inputs.
+    "exact": all.
     """
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None

@@ -51,9 +51,8 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return this shard's share of `parts`: every `count`-th part.
-
-        Neighbouring parts take similar time, so all shares take similar time.
+        """Return this shard's share of the work items `parts`: every `count`-th one. Neighbours take similar time, so all shares
+        take similar time.
         """
         return parts[self.number - 1 :: self.count]
 

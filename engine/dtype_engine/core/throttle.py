@@ -9,9 +9,9 @@ INTERVAL_S = 0.1
 
 
 class Throttle:
-    """Allows at most one report in every period of `every` times `INTERVAL_S` seconds.
+    """Limits reports to one in every `every` * `INTERVAL_S` seconds.
 
-    first: whether the first report is due at once, rather than after one period.
+    first: whether the first report is allowed at once instead of after one period.
     """
 
     def __init__(self, first: bool = True, every: float = 1.0) -> None:

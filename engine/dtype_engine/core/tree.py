@@ -40,8 +40,8 @@ class TensorInfo:
     None.
     """
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, for example because it is part of a quantised weight. None if there is no reason except
-    possibly the tensor's dtype.
+    """Why the tensor is never cast, for example because it is part of a quantised weight. None if it can be cast, or if only its
+    dtype prevents that.
     """
     quantized: bool = False
     """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own
@@ -56,7 +56,7 @@ class TensorInfo:
     stored tensors into this one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters that a part of a quantised weight represents. If None, each element of the tensor is a parameter."""
+    """The number of parameters that this tensor represents, if it stores a quantised weight. If None, each element is one."""
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the tensor as stored, scales included."""
@@ -112,7 +112,7 @@ class Module:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """The declaration in the model's code that keeps this module in float32, in words, or None if there is none."""
+    """A phrase that cites the declaration in the model's code that keeps this module in float32, or None if there is none."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -137,8 +137,8 @@ class Totals:
     unknown: int = 0
     """The number of packed weights that represent an unknown number of values."""
     tied: dict[str, int] = field(default_factory=dict)
-    """Bytes per dtype of tied weights of which only an alias is below the module. No other total includes them, so that the totals
-    of a module's children add up to the module's total.
+    """Bytes per dtype of tied weights that have an alias below this module and their canonical name elsewhere. They are left out of
+    all other totals, so that a weight is counted only once in the sum over a module's children.
     """
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
@@ -154,9 +154,9 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """Pairs (dtype, share of the bytes from 0 to 1), largest share first.
+        """Pairs (dtype, fraction of the bytes), largest fraction first.
 
-        If all tensors at or below the module are aliases of tied weights, these weights are counted.
+        Tied weights that are counted elsewhere are included only if the module has no other tensors.
         """
         held = self.nbytes or self.tied
         whole = sum(held.values())
@@ -165,9 +165,9 @@ class Totals:
 
 
 class NodeTotals(Mapping[str, Totals]):
-    """The totals of every module of a tree, by name, each computed on access.
+    """Maps each module's name to its totals, which are computed on access.
 
-    Running sums per dtype over `Tree.order` are kept; a module's totals are the difference between two positions of each sum.
+    A module's tensors are consecutive in `Tree.order`, so its totals are the difference of two entries of running sums.
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str] | None) -> None:

@@ -1,1 +1,1 @@
-"""Evaluations as plain data, which this process, other processes on this machine, or a cluster can run."""
+"""Evaluations: units of work (scan a sequence, measure a recipe, compare tensors) as plain data that any process can run."""

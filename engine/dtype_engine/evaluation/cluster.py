@@ -57,7 +57,7 @@ class DaskPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations like `Pool.results`. Dask repeats a lost worker's work. A running evaluation can't be cancelled."""
+        """Run the evaluations like `Pool.results`. Dask repeats a lost worker's work. Running evaluations can't be cancelled."""
         from distributed.scheduler import KilledWorker
 
         try:

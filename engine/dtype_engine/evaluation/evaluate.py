@@ -41,11 +41,11 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """The objects that this process keeps open between evaluations."""
+    """The opened model or export that this process keeps between evaluations, so that later evaluations need not open it again."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The latest search for causes, with the reference's outputs. It is kept as long as the model is still cast for that search."""
+    """The attribution that ran last, with the reference's outputs. It is dropped when an evaluation needs another recipe."""
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
@@ -65,7 +65,7 @@ def cancel_by(cancelled: IsCancelled) -> None:
 def evaluate(evaluation: Evaluation) -> Evaluated:
     """Open the evaluation's model, unless it is open already, and run the evaluation.
 
-    Raises Cancelled. Raises UserError, for example if the files here are another model or other inputs than the evaluation's.
+    Raises Cancelled, and UserError, for example if the model or the inputs on this machine differ from those of the evaluation.
     """
     with _lock:
         opened, task = evaluation.opened, evaluation.task

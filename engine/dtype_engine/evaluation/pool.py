@@ -30,7 +30,7 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""Maximum number of times in a row that all workers may end without having returned a result."""
+"""If all workers end this many times in a row before any of them returns a result, the pool gives up."""
 _PROCESS_BYTES = 700 << 20
 """Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
 
@@ -43,7 +43,7 @@ class Pool(Protocol):
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations. Yields the index and result of each as soon as it is done. Raises UserError, Cancelled."""
+        """Run the evaluations. Yields (index, result) of each evaluation as soon as it is done. Raises UserError, Cancelled."""
 
 
 class ProcessPool:
@@ -111,8 +111,8 @@ def results(
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
     """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, call `broken()`
-    and submit the unfinished evaluations to a new one. ahead: maximum number of evaluations that are submitted at once. A pause of
-    the work must wait for all that are submitted.
+    and submit the unfinished evaluations to a new one. ahead: maximum number of submitted and unfinished evaluations. It should be
+    small, because a pause takes effect only after all of them are done.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model and its inputs, which a worker opens."""
+    """Identifies the model and the inputs that a worker has to open."""
 
     model: str | None
     """An argument of `locate`, with an absolute path; None for the demo."""
@@ -64,7 +64,7 @@ class ScanSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExactScore:
-    """Task: measure one weight in one dtype, with all others as in the reference. `dtypes` are those of the whole scan."""
+    """Task: measure the drift if one weight alone is cast, to one dtype. `dtypes` are all dtypes of the scan."""
 
     dtypes: tuple[str, ...]
     weight: str
@@ -81,7 +81,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure the drift if a recipe casts only one part of the model, with the rest as in the reference."""
+    """Task: measure the drift if a recipe casts only one module or subtree, while the rest of the model equals the reference."""
 
     recipe: Recipe
     settings: RunSettings
@@ -91,7 +91,7 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare the tensors of an export with these indexes in its contents. Each result is a problem or None."""
+    """Task: compare the tensors with these indexes in an export's plan. For each, the result is what is wrong, or None."""
 
     indexes: tuple[int, ...]
 
@@ -119,7 +119,7 @@ class Evaluated:
     """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The versions that `reports.versions.versions` returned in that process."""
+    """The versions of the libraries in that process, by name (see `reports.versions`)."""
 
 
 def other_versions(result: Evaluated) -> str:

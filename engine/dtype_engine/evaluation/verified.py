@@ -1,4 +1,4 @@
-"""Searches for a recipe: measures the recipes nearest to a limit, and chooses the best of them by the measured drift."""
+"""The last step of a search: measures the recipes predicted nearest to a limit on bytes or drift, and chooses the best."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` solutions nearest to a limit, predicted by the session's last scan. Raises UserError, OutOfReach."""
+    """Return the `count` recipes predicted nearest to a limit on bytes or drift by the last scan. Raises UserError, OutOfReach."""
     return around(session.front(constraints), budget, max_drift, count)
 
 

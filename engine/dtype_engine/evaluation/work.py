@@ -49,7 +49,7 @@ _PIECE, _MOST = 64 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pool of workers, and the model that they open."""
+    """A pool of workers with the model and inputs on which they run their tasks."""
 
     pool: Pool
     opened: Opened
@@ -85,8 +85,9 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the pending parts of a session's scan on a pool. For the same number of threads, the result equals that of `task.run` to
-    the last bit. `on_progress("scan", done, total)` counts the parts. `task` keeps finished parts. Raises the errors of `task.run`.
+    """Run the unfinished sequences or measurements of a session's scan on a pool. With the same number of threads, the result
+    equals that of `task.run` to the last bit. `on_progress("scan", done, total)` counts sequences or measurements. Finished ones
+    stay in `task` after an error. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
@@ -137,7 +138,7 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """Run `Session.causes` on a pool. With the same number of threads, the result is the same to the last bit."""
+    """Do the work of `Session.causes` on a pool. With the same number of threads, its report is the same to the last bit."""
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
@@ -155,7 +156,7 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return the function with which `verify` compares tensors on a pool. One evaluation compares at most 64 MiB."""
+    """Return a function that compares an export's tensors on a pool, for use by `verify`. An evaluation has at most 64 MiB."""
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:

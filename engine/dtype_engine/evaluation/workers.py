@@ -67,7 +67,7 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many of the requested workers can be started."""
+        """Return how many of the requested workers the work, the GPUs and the free memory allow. If fewer, say why."""
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
             self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
@@ -85,7 +85,7 @@ class Workers:
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """Return the pool together with a session's model and inputs, which its workers open. Raises UserError."""
+        """Start the workers if needed, and return them together with the model and inputs that they must open. Raises UserError."""
         from dtype_engine.runtime.session.opening import gpu_count
 
         on_gpu = session.model.device.type == "cuda"

@@ -9,10 +9,12 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """Describe how a cast of the weights `taken` to `dtype` affects the other weights in their fused groups, or return "".
+    """Describe how a cast of the weights `taken` to `dtype` affects the weights that runtimes fuse with them, or return "" if it
+    does not.
 
-    Returns `k_proj, v_proj: new scale` if the scale that they share changes, and `k_proj, v_proj differ: vLLM refuses` if the group
-    gets different formats. groups: the model's fused groups. This runs after every key press, so equal groups are examined once.
+    Returns `k_proj, v_proj: new scale` if the common scale of the fused weights changes, and `k_proj, v_proj differ: vLLM refuses`
+    if they get different formats. groups: the model's groups of fused weights. This runs after every key press, so equal groups are
+    examined once.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -61,9 +63,9 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Return words that say with which weights runtimes fuse this weight, and whether runtimes accept the plan.
+    """Name the weights that vLLM and SGLang fuse with this weight, and say whether they accept the planned formats.
 
-    Returns "" if runtimes do not fuse the weight.
+    Returns "" if the weight is fused with no other.
     """
     group = [member for member in siblings(name) if member in planned]
     if len(group) < 2:

@@ -31,7 +31,7 @@ class RuleComparison:
     beyond: int
     """Number of tensors that the rule matches in this program and that no pattern of the other tool can affect."""
     problem: str | None = None
-    """Why the pattern misses tensors in the other tool, or None if that is unknown."""
+    """Why the other tool does not match all tensors that this program matches, or None if the reason is unknown."""
 
     @property
     def differs(self) -> bool:
@@ -47,8 +47,8 @@ class Lint:
     """How the target matches patterns, in words."""
     rules: tuple[RuleComparison, ...]
     overruled: tuple[tuple[str, str, str], ...] = ()
-    """Tensors that the same rules match in this program and in the target, but whose dtype different rules decide. Each entry is a
-    triple: the tensor, the pattern that decides in this program, and the pattern that decides in the target.
+    """Tensors that the same rules match in this program and in the target, but that get different dtypes because another rule wins
+    there. Each entry is (tensor, pattern that wins in this program, pattern that wins in the target).
     """
 
     @property
@@ -88,7 +88,7 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return the value of `Lint.overruled`. It is empty for a target without an order of precedence among patterns."""
+    """Find the tensors for `Lint.overruled`. Returns () for a target whose patterns have no order of precedence."""
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules

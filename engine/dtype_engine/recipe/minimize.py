@@ -49,7 +49,7 @@ def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
 
 
 class _Proposals:
-    """Candidate patterns for the rules of a recipe, and the tensors that each pattern selects."""
+    """Generates candidate patterns for a recipe's rules, and computes the tensors that each pattern selects."""
 
     def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
         self.tree = tree
@@ -58,10 +58,10 @@ class _Proposals:
         self._patterns = self._general()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the best rule and the tensors that it selects.
+        """Return the best next rule and the tensors that it selects.
 
-        For the best rule, the number of weights that it corrects minus the number of weights that it makes wrong is largest. Among
-        equally good rules, the shortest is the best.
+        The best rule has the largest gain: the weights that it corrects minus those that it makes wrong. If gains are equal, the
+        shortest pattern is best.
         """
         best: tuple[float, int, str, str] | None = None
         for pattern in (*self._patterns, *self._ranges(wrong)):
@@ -138,7 +138,7 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Return a pattern for each module above a tensor, if all tensors in this module need the same dtype."""
+        """Return a pattern for each module that contains the tensor and whose tensors all need the same dtype."""
         return [
             generalisations(module)[0]
             for module in ancestors(name)
@@ -147,8 +147,12 @@ class _Proposals:
 
 
 def _kinds(name: str) -> dict[tuple[str, str], int]:
-    """Return each number in a name and in the names of modules above it, keyed by the pair (text before it, text after it). In the
-    text after it, numbers become `*`: `layers.3.experts.5.w1` has the keys of `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
+    """Return each number in a dotted name, keyed by the text around it: (text before the number, text after it with numbers
+    replaced by `*`).
+
+    For `layers.3.experts.5.w1`, 3 has the key ("layers", ".experts.*.w1"), and 5 has the key ("layers.3.experts", ".w1"). Names
+    with equal keys differ only in the number, so one range can match them. The names of the enclosing modules have keys of their
+    own.
     """
     numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):

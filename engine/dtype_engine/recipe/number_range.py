@@ -15,7 +15,7 @@ def range_regex(first: int, last: int, width: int = 0) -> str:
 
 
 def _at_least_zero(low: int, high: int, width: int) -> list[str]:
-    """Return expressions for the integers from `low` to `high` (both at least 0), one expression for each number of digits."""
+    """Return regular expressions for the integers from `low` to `high` (0 <= low <= high), one for each number of digits."""
     parts: list[str] = []
     shortest = max(len(str(low)), width)
     for digits in range(shortest, max(len(str(high)), width) + 1):

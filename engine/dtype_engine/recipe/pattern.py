@@ -60,9 +60,10 @@ class Pattern:
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Return whether the pattern names this tensor and would match no other name in the same module.
+        """Return whether the pattern matches this tensor specifically, that is, whether it would not match another name in the same
+        module.
 
-        Only such specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
+        Only specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
         parent, dot, _ = tensor.rpartition(".")
         return self.matches(tensor) and not self.matches(parent + dot + _NAMELESS)
@@ -92,15 +93,15 @@ def compile_pattern(text: str) -> Pattern:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A part of a glob, translated to a regular expression."""
+    """A piece of a glob, translated to a regular expression."""
 
     source: str
     length: int | None
     """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
-    """Number of wildcards in this part that match any number of characters. The matcher may have to backtrack into each of them."""
+    """Number of wildcards in this piece that match any number of characters, so that the matcher may have to backtrack."""
     choices: float = 1.0
-    """An upper bound on the number of combinations of the alternatives in this part."""
+    """An upper bound on the number of combinations of the alternatives in this piece."""
 
 
 _STAR = _Piece(".*", None, 1)
@@ -130,11 +131,11 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Concatenate pieces of a glob. whole: whether they are the entire pattern.
+    """Concatenate the translated pieces of a glob. whole: whether they are the entire pattern, so that this optimisation applies:
 
-    A piece of fixed length between two stars is matched only at its first occurrence, because if the match fails there, it also
-    fails at any later occurrence. The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to the fourth
-    power of the length. `fnmatch` does the same.
+    If a piece between two stars has a fixed length, only its first occurrence is tried, because if the match fails after that one,
+    it also fails after any later one. The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to its
+    fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

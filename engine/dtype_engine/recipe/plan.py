@@ -25,7 +25,7 @@ class Selection:
     """The modules and tensors that a pattern selects in a tree."""
 
     modules: frozenset[str]
-    """The modules that the pattern matches, except modules below another module that it matches."""
+    """The names of the modules that the pattern matches. A module inside another matched module is left out."""
     tensors: tuple[str, ...]
     """The canonical names of the tensors that the pattern selects and that can be cast, without repeats."""
     uncastable_count: int = 0
@@ -94,7 +94,7 @@ class RuleEffect:
     tensors: tuple[TensorInfo, ...]
     """The tensors that the rule selects."""
     decides: int
-    """The number of `tensors` that get their dtype from this rule, because no later rule selects them."""
+    """How many of `tensors` get this rule's dtype. The others are also selected by a later rule, which overrides this one."""
 
     @property
     def bytes_before(self) -> int:
@@ -136,8 +136,8 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Return the effect of each rule, in the recipe's order. among: canonical names of tensors; effects on all other tensors
-        are left out.
+        """Yield the effect of each rule, in the recipe's order. among: if given, the canonical names of the only tensors to
+        consider.
         """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
@@ -220,8 +220,9 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether it is uncertain that every rule selects a tensor, because the tree was built only from the tensor names in the
-    files. Raises TooSlow.
+    """Return whether some rules match nothing in this tree but might match once the model's architecture is known.
+
+    A tree that was built only from the tensor names in the files lacks module classes and tied names. Raises TooSlow.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()

@@ -92,7 +92,7 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
 
 
 def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
-    """Yield rules that cast linear layers to a block format, experts to `of_experts` if it is given, and the rest to bfloat16.
+    """Yield rules that cast linear layers to the format `of_linears`, experts to `of_experts` (if given), and the rest to bfloat16.
 
     The rest includes the layers that published checkpoints in these formats keep in 16 bits: the head, routers, vision towers and
     convolutional mixers.
@@ -195,7 +195,7 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """Return patterns that match the wanted modules: by class if all modules of the class are wanted, otherwise by name."""
+    """Return patterns for the wanted modules: `type:CLASS` if all modules of a class are wanted, otherwise patterns by name."""
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():

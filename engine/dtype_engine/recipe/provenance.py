@@ -78,7 +78,7 @@ def recipe_text(
 
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """Return how many values all tensors lose in total, or an empty mapping if the lost values were not determined."""
+    """Return the total numbers of overflowed and vanished values, or an empty mapping if `losses` is None."""
     if losses is None:
         return {}
     overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)

@@ -19,8 +19,7 @@ LONGEST_REGEX = 500
 MOST_REPEATS = 1000
 """Maximum repeat count `{...}` in an expression."""
 _MOST_UNROLLED = 100_000
-"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes of memory.
-"""
+"""Maximum product of all repeat counts in an expression. The compiler unrolls some repeats, which could need gigabytes."""
 _ALONE_S = 2.0
 """Time limit in seconds for a single match outside `time_limit`."""
 _COUNTS = re.compile(r"\{(?:[0-9]*,)?([0-9]+)\}|\{([0-9]+),\}")
@@ -45,10 +44,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 def compile_regex(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches, and raises TooSlow if matching takes too long.
+    """Compile an expression to a function that returns whether a name matches, and that raises TooSlow if matching takes too long.
 
-    shown: the whole pattern, for messages. before: how many characters of `shown` come before `source`. Raises PatternError, with
-    the position if it is known.
+    source: the expression. shown: the user's whole pattern, for messages. before: index of `source` in `shown`. Raises
+    PatternError, with the position if it is known.
     """
     if len(source) > LONGEST_REGEX:
         raise PatternError(
@@ -64,7 +63,7 @@ def limited(
 ) -> Callable[[str], bool]:
     """Compile an expression as `compile_regex` does, but without its limits on length and repeat counts.
 
-    For expressions that are cheap to compile.
+    Use this only for expressions that are cheap to compile.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 
@@ -90,7 +89,7 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """Return how many seconds a match may still take. Raises TooSlow if no time is left."""
+    """Return how many seconds the current match may take. Raises TooSlow if the limit of the block `time_limit` is used up."""
     limit = _deadline.get()
     if limit is None:
         return _ALONE_S
@@ -109,7 +108,7 @@ def _too_slow(shown: str) -> TooSlow:
 
 
 def shortened(shown: str) -> str:
-    """Return a pattern for a message, cut to 200 characters."""
+    """Return a pattern in quotes for a message, cut to 200 characters."""
     return repr(shown if len(shown) <= 200 else shown[:199] + "…")
 
 

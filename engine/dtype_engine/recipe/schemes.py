@@ -12,14 +12,14 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Dtypes that compressed-tensors can describe by a scheme. To compute MX scales, compressed-tensors has a single rule, but it reads
-scales that another rule has computed, too.
+"""Formats that a compressed-tensors scheme can describe. A scheme does not name the rule for MX scales, so MX formats are included
+whatever their rule: compressed-tensors computes scales by one rule only, but reads scales computed by any rule.
 """
 
 
 def layout(dtype: str) -> str:
-    """Return the name of the checkpoint layout in which other programs read weights of this dtype, or "" if no other program reads
-    them.
+    """Return the checkpoint layout in which other programs read weights of this dtype, such as "float-quantized", or "" if none
+    reads them.
     """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:

@@ -29,7 +29,7 @@ _MARLIN_OUT, _MARLIN_IN = 64, 128
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule of a runtime that a plan breaks, and the tensors that break it."""
+    """One limitation of a runtime that affects an export of the plan, and the tensors that it affects."""
 
     effect: Effect
     """How the runtime treats the tensors that break the rule."""
@@ -46,7 +46,7 @@ class ServingLint:
 
     runtime: str
     quantised: int
-    """Number of weights to which the plan gives a format with codes and scales."""
+    """Number of weights that the plan casts to a format with scales."""
     findings: tuple[Finding, ...]
 
     @property
@@ -56,7 +56,7 @@ class ServingLint:
 
 
 def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Check a plan against the rules of a runtime. activations: the run setting `quantize_activations` of the recipe."""
+    """Check whether a runtime would load an export of a plan unchanged. activations: the setting `quantize_activations`."""
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
         if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable
@@ -89,10 +89,9 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read a weight in a format with scales, or None if another program can.
+    """Return why no other program can read this weight in the format `dtype`, which has scales, or None if another program can.
 
-    experts: whether to treat experts as linear layers although the model packs them into one tensor. Exports and original files
-    store experts as linear layers.
+    experts: whether to treat experts that the model packs into one tensor as linear layers, which is how exports store them.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -137,7 +136,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers in several formats. `should_ignore_layer` raises if some but not all members are ignored."""
+    """Report fused layers whose members have different formats. `should_ignore_layer` raises if it ignores only some members."""
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
@@ -145,7 +144,7 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
 
 
 def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report experts in several formats: `get_moe_method` raises if the schemes of a layer's projections differ."""
+    """Report layers whose experts have different formats: `get_moe_method` raises if their projections' schemes differ."""
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
         if _packed_experts(context.tree, name):
@@ -159,9 +158,9 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with a missing member.
+    """Report quantised weights that runtimes fuse, such as q, k and v, if the model lacks one of the group.
 
-    Such a layer gets no scheme, because `_match_fused_layer` requires a match for every member.
+    Such a fused layer is not quantised, because `_match_fused_layer` requires a match for every member.
     """
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
@@ -185,7 +184,7 @@ def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iter
 
 
 def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with one fp8 scale per tensor. Runtimes requantise all members with the largest of their scales."""
+    """Report fused fp8 layers whose members have one scale each. Runtimes requantise all members with the largest scale."""
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
     for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
@@ -193,7 +192,7 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers with a member whose outputs the blocks do not divide. `validate_fp8_block_shape` refuses such a layer."""
+    """Report fused layers whose numbers of outputs are not multiples of the block size. `validate_fp8_block_shape` raises."""
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
@@ -207,18 +206,15 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether a format's blocks divide the outputs of every weight in `name`'s fused group.
-
-    Returns True if `name` is in no group.
-    """
+    """Return whether the block's rows divide the number of outputs of every weight fused with `name`. True if none is."""
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
 
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report shapes that Marlin, the kernel for group-quantized integers, does not support: it needs outputs in multiples of 64 and
-    inputs in multiples of 128. Few devices have a kernel for other shapes.
+    """Report weights whose shapes Marlin, the usual kernel for group-quantized integers, does not support: it needs numbers of
+    outputs that are multiples of 64, and numbers of inputs that are multiples of 128. On few devices another kernel supports them.
     """
     written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
@@ -238,7 +234,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report several layouts in one checkpoint: SGLang reads the activation scheme of a single format, not `mixed-precision`."""
+    """Report an export that would need several checkpoint layouts: SGLang supports only one, and not `mixed-precision`."""
     written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
@@ -247,7 +243,7 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
 
 
 def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights with zero points. SGLang's `_is_wNa16_group_channel` requires symmetric weights."""
+    """Report weights with zero points, for SGLang. Its `_is_wNa16_group_channel` requires symmetric quantisation."""
     names = tuple(
         name for name, dtype in _written(context, quantised).items()
         if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
@@ -258,8 +254,8 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
 
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report formats that are always served with quantised activations: DeepSeek's fp8 layout requests them, and MXFP4 and MXFP8
-    are served with them even without a request.
+    """Report weights whose runtime always quantises activations: DeepSeek's fp8 layout requests this, and vLLM does so for MXFP4
+    and MXFP8 even without a request.
     """
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:

@@ -26,7 +26,7 @@ class StackedBars:
 
     title: str
     bars: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...]
-    """The label and the pieces of each bar. A piece is a name, a size, and the text that shows both."""
+    """(label, pieces) of each bar. A piece is (name, size, text that shows both)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,12 +85,12 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
 
 
 def _top(drift: DriftReport) -> str:
-    """Return what the output is a distribution over: "token" or "class"."""
+    """Return the word for what the model predicts at a position: "token" or "class"."""
     return "token" if drift.sequences.of_tokens else "class"
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """Return the section about weights that lose values, if any rule casts weights."""
+    """Return a section about weights whose casts lose values, or no section if no rule casts anything."""
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
@@ -112,7 +112,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with a plan's rules: how many tensors each rule matches, and for how many it decides the dtype."""
+    """Return the section with one row per rule: how many tensors it matches, how many of them get its dtype, and their bytes."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -219,7 +219,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with the modules of the model: from the root, as many levels as fit in about forty rows."""
+    """Return the section with a table of modules: the root and as many levels below it as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _outline(tree):
@@ -239,7 +239,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """Return the outline's lines: from the root, as many levels of the tree as fit. Numbered modules of one class share a line."""
+    """Return (name, modules) for each row of `tree_section`. Numbered modules of one class, such as all layers, share a row."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -251,7 +251,7 @@ def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return the outline's lines for the modules directly below the modules of one line."""
+    """Return (name, modules) for the rows directly below the row `name`, which stands for `modules`."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):

@@ -29,7 +29,7 @@ def _page(name: str) -> Template:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Make a text printable, unless the template itself created it. Jinja escapes it as HTML afterwards."""
+        """Escape control characters in a value of the template unless it is the program's own markup. Jinja escapes HTML later."""
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 
     environment = jinja2.Environment(

@@ -156,7 +156,7 @@ def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
 
 
 def speed_text(report: SpeedReport) -> str:
-    """Return the times of all variants, each compared with the reference."""
+    """Return a table with the times of the reference, the stored and the cast model, each compared with the reference."""
     lines = [
         f"model      {report.model} on {report.device}, {report.threads} threads",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
@@ -244,7 +244,7 @@ def drift_text(report: DriftReport) -> str:
 
 
 def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
-    """Return a table of implicit casts, in the order of `casts`."""
+    """Return a table with a row for each kind of implicit cast, in the given order."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""If a part's drift is this many times the whole model's drift, the part's drift is not shown as a share of the whole."""
+"""If a module's drift exceeds the whole drift this many times, drifts cancel each other, and no percentages are shown."""
 
 
 def extent_text(extent: Extent) -> str:
@@ -76,7 +76,7 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return lines that say what the drift means and, if it was measured, the noise floor and how it was measured."""
+    """Return lines with a word that rates the drift and, if `floor` is given, the noise floor and how it was measured."""
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -87,7 +87,7 @@ def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable
 
 
 def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
-    """Return lines that say in which module values stop being finite, why they do, and which rule makes the output finite."""
+    """Return lines that name the module in which values stop being finite, the cause, and a rule that makes the output finite."""
     lines = [f"not finite {first_sentence(diagnosis)}"]
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
@@ -99,7 +99,7 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return what a remedy achieves: `the output is finite with it`, or by how much the remedy reduces the drift of the output."""
+    """Return the effect of a remedy: `the output is finite with it` or, if it was finite before, the SQNR without and with it."""
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")
@@ -153,7 +153,7 @@ def causes_headline(report: AttributionReport) -> str:
 
 
 def share_words(contribution: Contribution) -> str:
-    """Return a contribution's share of the whole drift, in percent."""
+    """Return a module's drift as a percentage of the whole drift, or `-` if this is undefined."""
     return "-" if contribution.share is None else f"{100 * contribution.share:.1f} %"
 
 
@@ -189,7 +189,7 @@ def causes_text(report: AttributionReport) -> str:
 
 
 def cause_label(contribution: Contribution) -> str:
-    """Return the name of a module, and how many modules with weights it contains."""
+    """Return the name of a module or subtree that contributes to the drift. For a subtree, add its number of modules."""
     name = printable(contribution.name, 200) or "the model itself"
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
 

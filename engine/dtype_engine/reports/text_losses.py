@@ -66,7 +66,7 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return sentences about the first `most` tensors whose casts do more than round, and one sentence about the mere rounding."""
+    """Return the sentences of `severe_sentences`, and one that sums up the tensors in which small values are rounded to zero."""
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
@@ -80,7 +80,7 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors whose casts do more than round, and the number of further tensors."""
+    """Return a sentence for each of the first `most` tensors whose losses are more than rounding, and the number of others."""
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
@@ -109,7 +109,7 @@ def remedy_lines(remedy: LossRemedy | None) -> list[str]:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """Return the effect of a remedy, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
+    """Return what the rules of a remedy change, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -43,7 +43,7 @@ def scan_text(report: ScanReport) -> str:
 
 
 def search_text(report: SearchReport) -> str:
-    """Return the recipe that was found, its predicted and measured drift, and at most twelve points of the Pareto front."""
+    """Return a search's result: the recipe, its predicted and measured drift, and at most twelve points of the Pareto front."""
     lines = [
         f"model      {report.model}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",

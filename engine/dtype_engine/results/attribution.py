@@ -8,13 +8,13 @@ from typing import Literal
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
-"""Maximum relative L2 error of a drift that may be noise. Summing in another order changes a float32 output by about 1e-7 of its
-size. The rest is a margin for deep models.
+"""Largest relative L2 error of an output for which the noise floor is measured, because the drift may be mere noise. Summing in
+another order changes a float32 output by about 1e-7 of its size; the rest is a margin for deep models.
 """
 
 
 def near_floor(output: OutputDrift) -> bool:
-    """Return whether a drift above 0 is so small that it may be below the noise floor. Only then is the floor worth measuring."""
+    """Return whether the difference from the reference is so small that it may be noise, so that the floor should be measured."""
     return 0 < output.rel_l2 <= REACH_OF_FLOOR
 
 
@@ -47,19 +47,19 @@ class NoiseFloor:
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """The drift that one part of the model adds to the output's drift."""
+    """The drift caused by one module or subtree, measured with only the weights in it cast."""
 
     name: str
-    """The name of the module that contains the part."""
+    """The name of the module or of the subtree's topmost module."""
     modules: int
-    """How many modules with weights are in the part."""
+    """How many modules that use weights it contains: 1 for a single module."""
     drift: float
-    """The drift of the main output if only this part is cast, in the report's unit. It is infinite if the output is not finite."""
+    """The drift of the main output if only this module or subtree is cast, in the report's unit. Infinite if it is not finite."""
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
-    """The SQNR of the part's own output if only this part is cast. The part's inputs then equal the reference's, so the SQNR shows
-    only the part's own error. None if the part is not a single module with an output to compare.
+    """The SQNR in dB of the module's own output if only this module is cast. Its inputs then equal the reference's, so this is the
+    error of the module alone. None for a subtree, and for a module without an output to compare.
     """
 
 
@@ -74,11 +74,11 @@ class AttributionReport:
     whole: float
     """The drift of the whole recipe over the inputs of this report."""
     together: float
-    """The sum of the contributions, which need not equal `whole`."""
+    """The sum of `drift` over all contributions. It may differ from `whole`, because drifts can cancel or reinforce each other."""
     positions: int
     """How many rows of the main output were compared."""
     passes: int
-    """How many forward passes were run. Some of them skipped the modules before the first module that a cast changed."""
+    """How many forward passes were run. Some were partial: they began at the first module that the cast affects."""
     seconds: float
     causes: tuple[Contribution, ...]
     """The contributions, the largest first."""
@@ -96,7 +96,7 @@ class NonFiniteDiagnosis:
     activation cast for an operation, exceeds that range. "reference": the float32 reference itself is not finite.
     """
     first_module: str
-    """The first module whose output is not finite although the reference's output of this module is finite."""
+    """The first module, in the order of execution, whose output is finite in the reference but not in the candidate."""
     module: str
     """The module whose code runs the operation; "" for the model itself."""
     operation: str
@@ -111,13 +111,13 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """Why there is no remedy. If there is one: a sentence if the reference has other values that are not finite, else ""."""
+    """If there is no remedy, the reason. Otherwise, a note if the reference has other values that are not finite, or ""."""
     constant: float | None = None
-    """A constant of the model's code that the dtype can't hold: a mask that becomes infinite, or an epsilon that becomes 0."""
+    """A constant in the model's code that the dtype can't represent: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None
     """The drift of the main output without the remedy."""
     after: OutputDrift | None = None
-    """The drift of the main output with the remedy, over the same inputs, or None if there is no remedy."""
+    """The drift of the main output with the remedy, over the same inputs as `before`. None if there is no remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ class Kind:
     why: str
     """A sentence that says why findings of this kind matter."""
     seen: tuple[str, ...] = ()
-    """Public issues about published checkpoints or loaders with this problem, as owner/repository#number."""
+    """Public issues that report this problem in published checkpoints or loaders, as owner/repository#number."""
 
 
 KINDS: dict[str, Kind] = {
@@ -122,7 +122,7 @@ class Finding:
     kind: str
     """The name of the kind: a key of `KINDS`."""
     tensor: str
-    """The name of the tensor, the file or the field of config.json with the problem."""
+    """The name of whatever has the problem: a tensor, a file or a field of config.json."""
     what: str
     """The problem, in words that follow the name in `tensor`."""
     file: str = ""
@@ -147,4 +147,4 @@ class CheckReport:
     against: str | None = None
     """The checkpoint with which the checked checkpoint was compared."""
     coverage: Coverage | None = None
-    """How many tensors of the architecture, or of the index, the files have. None if neither is known."""
+    """How many of the tensors that the architecture (or else the index) lists the files have. None if both are unknown."""

@@ -16,7 +16,7 @@ class Coverage:
     expected: int
     missing: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
-    """The tensors of the files for which the model has no place."""
+    """The tensors of the files that the model does not use."""
 
     @property
     def found(self) -> int:
@@ -27,7 +27,7 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return sentences about the tensors that the files lack, and those for which `model` has no place; () without any."""
+        """Return sentences about tensors of `model` that the files lack, and tensors of the files that it does not use, or ()."""
         said = []
         if self.missing:
             said.append(
@@ -41,6 +41,6 @@ class Coverage:
 
 
 def common_prefix(names: Sequence[str]) -> str:
-    """Return the first part of all names, up to and including the dot, or "" if the names have different first parts."""
+    """Return the first component, with its dot, that all dotted names have in common, or "" if they do not start alike."""
     firsts = {name.partition(".")[0] for name in names if "." in name}
     return f"{firsts.pop()}." if len(firsts) == 1 and all("." in name for name in names) else ""

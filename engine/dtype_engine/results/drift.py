@@ -1,6 +1,6 @@
 """How far outputs are from the reference, as plain data that panes show and `--json` prints.
 
-Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not or could not be measured is None.
+Times are in seconds, KL in nats per position, SQNR in decibels. A metric that was not measured is None.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class OutputDrift:
     perplexity_candidate: float | None = None
     """The candidate's perplexity: exp of the mean of -log q, where q is its probability of the actual next token."""
     log_ratio: float | None = None
-    """log(perplexity_candidate / perplexity_reference) in nats. This is the mean of log p - log q for the actual next token."""
+    """ln(perplexity_candidate / perplexity_reference): the mean log-probability of the next token, reference minus candidate."""
     log_ratio_se: float | None = None
 
     # The other figures that `llama-perplexity --kl-divergence` prints.
@@ -98,7 +98,7 @@ class OutputDrift:
     perplexity_reference_se: float | None = None
     perplexity_candidate_se: float | None = None
     perplexity_correlation: float | None = None
-    """Pearson's correlation of -log p and -log q, the two models' losses on the actual next tokens."""
+    """Pearson's correlation of the two models' losses, -log of the probability of the actual next token."""
     perplexity_ratio: float | None = None
     """perplexity_candidate / perplexity_reference."""
     perplexity_ratio_se: float | None = None
@@ -148,9 +148,11 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Return the modules whose outputs differ from the reference, the worst first. They are ordered by the number of non-finite
-    values, then by SQNR. A module that only returns the output of a module inside it, as an MLP returns that of its last
-    projection, is left out.
+    """Return the modules whose outputs differ from the reference, ordered by the number of non-finite values, then by SQNR, the
+    worst first.
+
+    A module that merely returns the output of a module inside it is left out. For example, an MLP returns the output of its last
+    projection.
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     alike: dict[tuple[object, ...], list[str]] = {}
@@ -196,7 +198,7 @@ class Seconds:
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """Whether the candidate's unchanged first modules were not run again. Its time is then shorter than that of a whole pass."""
+    """Whether the candidate's passes skipped modules with unchanged outputs, so that `candidate` is no time of whole passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +229,7 @@ class Extent:
 
     @property
     def error(self) -> float | None:
-        """The error of the mean KL or, if there is no KL, of the relative L2 error."""
+        """The relative standard error of the mean KL or, without KL, of the L2 error. It decides when a measurement may stop."""
         return self.rel_l2_error if self.kl_error is None else self.kl_error
 
     @property
@@ -236,7 +238,7 @@ class Extent:
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
-        """Return whether all inputs were run or the error is at most `precision`. With None, all inputs must have been run."""
+        """Return whether `error` is at most `precision`, or all inputs were run. If `precision` is None, only the latter counts."""
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
@@ -290,7 +292,7 @@ class DriftReport:
 
     @property
     def weights_only(self) -> bool:
-        """Whether a runtime would also quantise activations, although this measurement did not."""
+        """Whether this measurement left activations unquantised that a runtime would quantise in the recipe's formats."""
         quantised = any(dtypes.quantizes_activations(rule.rpartition("=")[2]) for rule in self.rules)
         return quantised and self.activations == "none"
 
@@ -309,11 +311,11 @@ SQUARED = "relative squared error"
 
 
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
-    """Return the unit of the single metric by which drifts are ranked.
+    """Return the unit of the drift metric by which recipes are ranked, such as nats per token.
 
-    classes_dim: the index of the main output's dimension that holds the logits of a distribution, or None for no distribution.
-    dimensions: the number of dimensions. In an output with three or more, logits in the last dimension mean one distribution for
-    each token, and logits in another dimension one for each pixel.
+    classes_dim: the dimension of the main output along which logits lie, or None if the output is no distribution. dimensions: the
+    output's number of dimensions. With three or more, logits in the last dimension mean one distribution per token, and logits in
+    another dimension one per pixel.
     """
     if classes_dim is None:
         return SQUARED

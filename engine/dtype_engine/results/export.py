@@ -11,8 +11,8 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class ExportedDtype:
-    """How many tensors and bytes of an export are in one dtype. `nbytes` includes scales, which belong to dtypes that are only
-    stored, such as float8.
+    """How many tensors of an export have one dtype, and their bytes, including scales if it is a format with scales, such as
+    float8.
     """
 
     tensors: int
@@ -37,7 +37,7 @@ class ExportReport:
     lost: tuple[ValueLoss, ...] = ()
     """The weights whose casts lose values."""
     coverage: Coverage | None = None
-    """How many tensors of the model, or of the index, the source has. None if neither is known."""
+    """How many of the model's tensors (or, if unknown, of those in its index) the source has. None if both are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class VerifyReport:
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many tensors were compared, bit for bit, after loading them as other programs do."""
+    """How many tensors were compared bit for bit. Both sides are read with other programs' loaders."""
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
@@ -68,7 +68,7 @@ class VerifyReport:
     unchecked: tuple[str, ...] = ()
     """A sentence for each property that was not compared."""
     lost: tuple[ValueLoss, ...] = ()
-    """The losses that the export's recipe file records."""
+    """The weights whose casts lost values, as recorded in the export's recipe file."""
 
     @property
     def same(self) -> bool:

@@ -16,7 +16,7 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class InputBatch:
-    """The inputs of one call of the model."""
+    """The inputs of one forward pass."""
 
     what: str
     """The beginning of the text, or a name for the image or audio."""
@@ -27,10 +27,10 @@ class InputBatch:
 
 @dataclass(frozen=True, slots=True)
 class InputsSummary:
-    """The inputs of all calls of the model in one measurement."""
+    """All inputs on which the model is run in one measurement."""
 
     description: str
     made_of: tuple[str, ...]
-    """A sentence for each part of the inputs, which names its source."""
+    """A sentence for each component of the inputs, such as text or images, that says where it comes from."""
     positions: int | None
     batches: tuple[InputBatch, ...]

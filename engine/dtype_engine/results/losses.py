@@ -10,8 +10,8 @@ from dtype_engine.core import dtypes
 ROUNDING_SHARE = 0.01
 """If the share of a tensor's values that become zero in a floating-point dtype is below this, the loss counts as rounding."""
 ROUNDING_SHARE_OF_INTEGERS = 0.5
-"""`ROUNDING_SHARE` for integers and for floats of less than 8 bits, in which all values under half a step become zero. Of normally
-distributed values, these are 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
+"""The same limit as `ROUNDING_SHARE`, for integers and for floats below 8 bits, which round all values under half a step to zero: 1
+in 80 normally distributed values in int8, and 1 in 13 in mxfp4, or more if there are outliers.
 """
 
 
@@ -23,11 +23,11 @@ def rounding_share(dtype: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """How many elements of one tensor its cast to `dtype` lost. The counts are exact.
+    """How many elements of one tensor were lost in its cast to `dtype`: they overflowed, saturated or became zero. The counts are
+    exact.
 
-    A list of losses contains every tensor with a value that overflowed or saturated, or that vanished in a dtype used for
-    computing. In a dtype with scales (float8, int8) values near zero always become zero, so a tensor that lost only these is listed
-    only if the loss is more than rounding (see `is_rounding`).
+    Casts to dtypes with scales (float8, int8) always round values near zero to zero. A list of losses leaves out tensors with no
+    loss other than such rounding; `is_rounding` defines it.
     """
 
     tensor: str
@@ -56,11 +56,11 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether a list of losses contains the tensor (see the class)."""
+        """Whether the loss is important enough for a list of losses; see the docstring of the class."""
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """Return the losses that are more than rounding, sorted by the share of overflowed, then of vanished values, largest first."""
+    """Return the losses that are more than rounding, those with the largest fraction of overflowed, then vanished values first."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

@@ -33,7 +33,7 @@ def rounding_sqnr_db(mantissa: int) -> float:
 
 
 def cosine_at(sqnr_db: float) -> float:
-    """Return the cosine between an output and its reference for an error with this SQNR that is orthogonal to the reference."""
+    """Return the cosine similarity of output and reference if the error has this SQNR and is orthogonal to the reference."""
     return 1 / math.sqrt(1 + 10 ** (-sqnr_db / 10))
 
 
@@ -61,7 +61,7 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
     (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
     (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
-"""Lower limits of the SQNR in dB, each with the word for a drift that meets it and a known drift to compare it with."""
+"""(minimum SQNR in dB, word, comparison): an output whose SQNR is at least the minimum is described by this word and comparison."""
 
 HELP = (
     "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
@@ -77,7 +77,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A word for a drift, and the known drift with which this drift was compared, such as `up to that of q8_0`."""
+    """A word that rates a drift, such as "small", and a comparison with a familiar drift, such as `up to that of q8_0`."""
 
     word: Word
     why: str
@@ -87,7 +87,7 @@ class Meaning:
 
 
 def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Describe how the modules of a model drift if the output of the model is identical to the reference's."""
+    """Describe how far modules drift in a model whose output is identical to the reference's."""
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"
@@ -98,8 +98,9 @@ def _beneath(modules: Iterable[ModuleDrift]) -> str:
 
 
 def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Iterable[ModuleDrift] = ()) -> Meaning:
-    """Return the word for a drift, with the reason. floor: the noise floor over the same inputs, or None if it is unknown. modules:
-    metrics of modules, which may drift although the output does not, for example before a saturated softmax.
+    """Return a word that rates a drift, and the comparison on which this rating is based. floor: the noise floor over the same
+    inputs, or None if it is unknown. modules: metrics of modules, which may drift although the output does not, for example before
+    a saturated softmax.
     """
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")

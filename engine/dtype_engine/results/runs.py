@@ -55,7 +55,7 @@ class SpeedRow:
     repeats: int
     tokens_per_second: float | None
     under_rules: bool
-    """Whether plain torch can't run this mix of dtypes, so that the times include casts which this program adds."""
+    """Whether plain torch would refuse this mix of dtypes, so that the measured times include casts that this program inserts."""
 
 
 @dataclass(frozen=True, slots=True)

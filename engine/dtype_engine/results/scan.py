@@ -14,7 +14,7 @@ from dtype_engine.results.losses import ValueLoss
 
 @dataclass(frozen=True, slots=True)
 class WeightScore:
-    """The drift that one weight in one dtype causes, with the rest of the model as in the reference."""
+    """The drift of the output if one weight is in one dtype, while the rest of the model equals the reference."""
 
     name: str
     dtype: str
@@ -28,7 +28,7 @@ class WeightScore:
 
 @dataclass(frozen=True, slots=True)
 class ScanReport:
-    """How much drift every castable weight causes in each of several dtypes: 0 in a dtype as wide as the reference's."""
+    """How much drift every castable weight causes in each scanned dtype. A weight causes none in a dtype that rounds nothing."""
 
     model: str
     device: str
@@ -83,7 +83,7 @@ class ScanReport:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The drift that a scan predicts for a recipe: the sum of its weights' scores. Actual drifts need not add up in this way."""
+    """The drift that a scan predicts for a recipe: the sum of the cast weights' scores. Drifts need not add up in this way."""
 
     value: float
     unit: str

@@ -36,7 +36,7 @@ class SweepReport:
 
 
 def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
-    """Build the rows of a report from tuples (recipe, rules, planned bytes, drift, output): sort them and mark the best."""
+    """Return rows for tuples (recipe, rules, planned bytes, drift, output), sorted by bytes, with the best recipes marked."""
     return tuple(
         SweepRow(
             name, rules, planned, drift,

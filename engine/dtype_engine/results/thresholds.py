@@ -26,7 +26,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a drift meets one limit. It does not meet the limit if the output lacks the metric or is not finite."""
+    """Whether a drift meets one limit. An output that lacks the metric or is not finite fails."""
 
     name: str
     """The name of the limit in `Thresholds`."""

@@ -36,7 +36,7 @@ class WeightError:
 
 @dataclass(frozen=True, slots=True)
 class SkippedTensor:
-    """A tensor on which no cast is tried, and the reason."""
+    """A tensor that no rule can cast, and the reason."""
 
     name: str
     dtype: str

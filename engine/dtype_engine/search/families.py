@@ -25,9 +25,9 @@ FUSING = ("vllm", "sglang")
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Add the constraints of a runtime: fused layers get one format, and each weight gets only formats that fit its shape.
+    """Add a runtime's constraints: fused layers must have one format, and each weight may have only formats that fit its shape.
 
-    The user's patterns come after the runtime's, so the user's patterns decide.
+    The user's patterns come after the runtime's, so that the user's patterns decide.
     """
     if family not in FUSING:
         return constraints

@@ -29,7 +29,7 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One dtype for an item, with the bytes and the score of all weights of the item in that dtype."""
+    """One possible dtype of an item, with the total bytes and the total score of the item's weights in this dtype."""
 
     dtype: str
     bytes: int
@@ -38,8 +38,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype, and their choices: the dtypes that they may have, the one with the fewest bytes first.
-    No choice is both larger and worse than another.
+    """Weights that must have the same dtype, with the dtypes that they may have as `choices`, sorted by bytes. A choice is left out
+    if another one is at least as good and needs no more bytes.
     """
 
     weights: tuple[str, ...]
@@ -53,18 +53,18 @@ class Constraints:
     keep: tuple[str, ...] = ()
     """Patterns of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
-    """Patterns whose matches under one parent module must have the same dtype, such as `*.{q,k,v}_proj` for three weights."""
+    """Patterns. Weights that one pattern matches in the same parent module get the same dtype, as with `*.{q,k,v}_proj`."""
     dtypes: tuple[str, ...] = ()
     """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Pairs of a pattern and the dtypes that it allows for the weights it matches. The last pattern that matches a weight decides.
-    Norms, biases and routers (`stays_wide`) get a dtype with scales only if one of these patterns matches them.
+    """(pattern, allowed dtypes). If several patterns match a weight, the last one decides. Norms, biases and routers (`stays_wide`)
+    get a format with scales only if one of these patterns matches them.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A dtype for every weight, with the bytes of the whole model and its predicted drift, the `score`."""
+    """A result of a search: the dtype of every weight, the bytes of the whole model, and the predicted drift (`score`)."""
 
     dtypes: Mapping[str, str]
     bytes: int
@@ -123,8 +123,8 @@ _MOST_EXPERTS = 1024
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in 16 bits or more. They do for one-dimensional weights (norms, biases), and for
-    routers, which are small but affect the output strongly.
+    """Return whether runtimes keep a weight in at least 16 bits: a norm or bias (one dimension), or a router, which is small but
+    affects the output strongly.
     """
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
@@ -135,7 +135,7 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return groups of weights that must have the same dtype. Most have one weight. Groups with a weight in common are merged."""
+    """Divide the weights into groups that must each have one dtype. Groups with a weight in common are merged."""
     leader = {name: name for name in weights}
 
     def find(name: str) -> str:
@@ -163,7 +163,7 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices, sorted by bytes, without those that another choice beats. Of equal choices, the wider dtype is kept."""
+    """Return the choices that no other choice beats in both bytes and score, by bytes. Of equal choices, the wider is kept."""
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:
@@ -175,11 +175,11 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of items. It starts with every item in its smallest dtype, and each step improves one item."""
+    """The Pareto front of items. At its first point, all have their smallest dtype; each further point improves one item."""
 
     items: Sequence[Item]
     fixed: int = 0
-    """The bytes of the model that no choice changes: integers, and parts of quantized weights."""
+    """Bytes of the tensors whose dtype never changes, such as integers and quantized weights."""
     points: list[FrontPoint] = field(default_factory=list)
     """The points of the front, with the bytes of the whole model."""
     _steps: list[tuple[int, int]] = field(default_factory=list)
@@ -246,7 +246,7 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution in which each item has the choice with the given index."""
+        """Return the solution for given choices. chosen: for each item, the index of its choice."""
         planned = {
             name: item.choices[choice].dtype
             for item, choice in zip(self.items, chosen, strict=True)
@@ -283,8 +283,8 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`: the weight, cost and reduced cost of the rows decided so far, the choice in the last of
-    these rows, and the state `before` that choice.
+    """A partial solution of `knapsack`: the sums of weight, cost and reduced cost over the rows decided so far, the choice in the
+    last of them, and the partial solution `before` that choice.
     """
 
     weight: float
@@ -297,13 +297,13 @@ class _State:
 def knapsack(
     table: Sequence[Sequence[tuple[float, float]]], limit: float, price: float, start: Sequence[int]
 ) -> list[int]:
-    """Choose one (cost, weight) from each row so that the sum of costs is minimal and the sum of weights at most `limit`. Returns
-    the index of the choice in each row.
+    """Choose one (cost, weight) from each row so that the sum of costs is minimal while the sum of weights is at most `limit`.
+    Returns the index chosen in each row.
 
-    start: a solution that satisfies the limit. price: the cost of a unit of weight in the Lagrangian bound. With p the price, the
-    reduced cost of a choice is its cost + p·weight, minus the minimum of cost + p·weight in its row. In a solution better than
-    `start` the reduced costs sum to at most the gap between `start` and the bound, which excludes most choices. The result is exact
-    unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
+    start: any solution within the limit. price: the Lagrange multiplier p, the cost of a unit of weight. The reduced cost of a
+    choice is its cost + p·weight minus the minimum of cost + p·weight in its row. In a solution better than `start`, the reduced
+    costs sum to at most the gap between the cost of `start` and the Lagrangian bound, which excludes most choices. The result is
+    exact unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
     best_cost = math.fsum(row[index][0] for row, index in zip(table, start, strict=True))

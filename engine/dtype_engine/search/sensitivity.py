@@ -19,21 +19,21 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Return whether a weight causes no drift in `dtype`, because `dtype` is at least as wide as the dtype of the reference."""
+    """Return whether a weight stored in `stored` causes no drift in `dtype`: it is at least as wide as the reference's dtype."""
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 def scalar_drift(output: OutputDrift) -> float:
-    """Return the single metric that scans and searches use: the mean KL if the output is a distribution, otherwise the squared
-    relative L2 error. It is infinity if the output is not finite.
+    """Return the metric that scans and searches use for drift: the mean KL of distributions, or the squared relative L2 error of
+    other outputs. It is infinite if the output is not finite.
     """
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Predict the drift of a plan from a scan: the sum of the scores of its weights. scores: `report.scores()`.
+    """Predict the drift of a plan as the sum of its weights' scores in a scan. scores: the result of `report.scores()`.
 
     Raises UserError if a weight was not scanned in its planned dtype.
     """
@@ -78,8 +78,8 @@ class Ranked:
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Return the weights that may cause drift in `dtype` (if None, in any dtype), with the highest scores first. per_byte: rank by
-    score per saved byte instead; weights that save nothing then come last.
+    """Return scored weights, those with the highest scores first. dtype: only scores in this dtype; if None, in all dtypes.
+    per_byte: sort by score per saved byte, with casts that save nothing last.
     """
     rows = [
         Ranked(score, tree.tensors[score.name].nbytes - score.bytes)

@@ -7,8 +7,9 @@ from dtype_engine.search.pareto import ParetoFront, Solution
 
 
 def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """Return the solution with the lowest predicted drift in at most `budget` bytes, or the smallest solution with a predicted
-    drift of at most `max_drift`. Raises UserError unless exactly one limit is given, and OutOfReach if no solution meets it.
+    """Return the best solution of a search under one limit: with the lowest predicted drift in `budget` bytes, or with the fewest
+    bytes for a predicted drift of `max_drift`. Raises UserError unless exactly one limit is given, and OutOfReach if no solution
+    meets it.
     """
     if (budget is None) == (max_drift is None):
         raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")
@@ -26,9 +27,9 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """Return the solution for a limit and the points of the front nearest to the solution, `count` in all.
+    """Return `count` solutions: the best one under a limit, and the points of the front nearest to it.
 
-    For a budget these are the largest points that fit. For a drift they are on both sides of the solution, because the prediction
+    For a budget these are the largest points that fit. For a drift they are on both sides of the best one, because the prediction
     may be too low or too high. Raises the same errors as `solve`.
     """
     first = solve(front, budget, max_drift)

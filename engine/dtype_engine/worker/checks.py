@@ -15,7 +15,7 @@ _LARGEST_EXPONENT = 1100
 
 
 def check_event(event: object) -> None:
-    """Raise ValueError or UserError for an event that no engine of this version sends.
+    """Raise ValueError or UserError if an event has values that no engine of this version would send.
 
     The recipe of an event is not checked, because the app only compares it with the current recipe.
     """

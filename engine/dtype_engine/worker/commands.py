@@ -42,7 +42,7 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by one with the same plan. The new recipe is measured only if the current one has no metrics."""
+    """Replace the current recipe by one with the same plan, so that metrics stay valid. Without metrics, it is measured."""
 
     recipe: Recipe
 
@@ -71,7 +71,7 @@ class Cancel(Message, frozen=True):
 
 
 class Command(Message, frozen=True):
-    """A command that the worker's thread runs, for the recipe that is current when the command begins."""
+    """A request that waits in the queue until the worker's thread runs it, for the recipe that is then the current one."""
 
     name: ClassVar[JobName]
     rank: ClassVar[int] = 3
@@ -79,14 +79,14 @@ class Command(Message, frozen=True):
     once: ClassVar[bool] = True
     """Whether a newer command of the same type replaces a waiting one."""
     needs_model: ClassVar[bool] = True
-    """Whether the command needs a live model. Otherwise the files of a checkpoint are enough."""
+    """Whether the command can run only on a live model. If False, the files of a checkpoint suffice."""
     finishes: ClassVar[bool] = False
-    """Whether only the user can stop the command, and a newer command can't."""
+    """Whether newer commands let this one finish. Only the user can then stop it."""
 
 
 class SetInputs(Command, frozen=True):
-    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. Work on the old inputs stops. If
-    the new inputs are refused, that work runs again.
+    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), and measure. Work on the old inputs stops; if the
+    new inputs are refused, it is run again.
     """
 
     name = "inputs"
@@ -101,7 +101,7 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Whether to count lost values although there is no live model, however many bytes of the files must be read."""
+    """Whether to count lost values without a live model even if this means reading many bytes of the files."""
     in_full: bool = False
     """Whether to run all inputs and compare modules over all of them. A measurement that is already running is extended."""
 
@@ -114,7 +114,7 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class FollowUp(Command, frozen=True):
-    """A command that runs after a measurement, as a later part of it. The user sees both as one measurement."""
+    """A command that completes a measurement, such as counting lost values. For the user, both are one measurement."""
 
     rank = 2
 
@@ -135,7 +135,7 @@ class FindLossRemedy(FollowUp, frozen=True):
 
 
 class CountStoredLosses(FollowUp, frozen=True):
-    """If there is no live model, read the files to count the values that the casts lose."""
+    """Count the values that the casts lose by reading the files. This is used if there is no live model."""
 
     name = "losses"
     needs_model = False

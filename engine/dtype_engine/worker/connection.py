@@ -54,7 +54,7 @@ class EngineCommand:
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The arguments while the screen is open, when the user can't be asked for a password. If empty, `arguments` are used."""
+    """The arguments for reconnecting while the screen is open and ssh can't ask for a password. If empty, `arguments` are used."""
 
     @property
     def is_local(self) -> bool:
@@ -208,7 +208,7 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """Say how the process ended, if it has ended, and quote the last line that it wrote to standard error."""
+        """Say whether and how the process has ended, and quote the last line that it wrote to standard error."""
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:

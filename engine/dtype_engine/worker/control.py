@@ -18,13 +18,13 @@ class Hello(Message, frozen=True):
     missing: tuple[str, ...] = ()
     """Packages that the engine needs but that are not installed."""
     requests: int = 0
-    """How many requests the engine has received since `Open`."""
+    """How many requests the engine has received since `Open`. After a reconnection, the app sends it the later ones again."""
     is_open: bool = False
     """Whether the engine still has a model open from an earlier connection."""
 
 
 class Open(Message, frozen=True):
-    """The app's first message to a new engine, with the arguments of the engine's `Worker`."""
+    """The app's first message to a new engine: which model to open, and how."""
 
     model: str | None
     """MODEL as on the command line."""
@@ -35,7 +35,7 @@ class Open(Message, frozen=True):
 
 
 class Resume(Message, frozen=True):
-    """The app's first message when it has connected to a running engine again."""
+    """The app's first message after it has reconnected to an engine that kept running."""
 
     received: int
     """How many events the app has received from this engine."""
@@ -49,18 +49,18 @@ class Opened(Message, frozen=True):
 
 
 class Acknowledge(Message, frozen=True):
-    """Tells the engine which events the app has received, so that the engine need not keep them."""
+    """Tells the engine how many events have arrived at the app. The engine then need not keep them for a reconnection."""
 
     received: int
     """How many events the app has received from this engine."""
 
 
 class PlanExport(Message, frozen=True):
-    """Requests the event of `Engine.plan_export`."""
+    """Requests an `ExportPlanned` event; see `Engine.plan_export`."""
 
 
 class CheckPath(Message, frozen=True):
-    """Requests the event of `Engine.check_path`."""
+    """Requests a `PathChecked` event; see `Engine.check_path`."""
 
     path: str
     for_export: bool

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Engine(ABC):
-    """An engine for the app. Every method returns at once, and events report the result."""
+    """The engine as the app uses it. Methods return at once; results arrive as events."""
 
     can_restart: ClassVar[bool] = False
     """Whether `restart` works. Restarting ends even a computation that can't be cancelled, and opens the model again."""
@@ -35,12 +35,12 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_export(self) -> None:
-        """Emit an event that says what an export of the current recipe would write. This waits for the model, not for commands."""
+        """Request an `ExportPlanned` event: what an export would write. It waits until the model is open, but not for commands."""
 
     @abstractmethod
     def check_path(self, path: str, for_export: bool) -> None:
-        """Emit, at once, an event that says whether the path is taken on the machine that would write it. for_export: whether the
-        path is a folder for an export; otherwise it is a file.
+        """Request a `PathChecked` event: whether something exists at this path on the machine that would write it. It comes at
+        once. for_export: whether the path is the folder of an export; otherwise it is a file.
         """
 
     @abstractmethod

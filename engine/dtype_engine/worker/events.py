@@ -82,7 +82,7 @@ class OpenFailed(Event, frozen=True):
 
     message: str
     classes_follow: bool = False
-    """Whether a `HeadersRead` with the module classes follows."""
+    """Whether a `HeadersRead` event with the module classes will follow."""
 
 
 class CastingProgress(Event, frozen=True):
@@ -146,7 +146,7 @@ class OutputMeasured(Event, frozen=True):
 
 
 class Measured(Event, frozen=True):
-    """Reports that a measurement is complete, or has reached the wanted precision. `settings` are those of the measurement."""
+    """Reports that a measurement has run all inputs or reached the requested precision. `settings` are those of the measurement."""
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
@@ -218,7 +218,7 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Reports whether a path on the engine's machine is a file or a non-empty folder. reason: why the path can't be written."""
+    """Reports whether a path on the engine's machine is a file or a non-empty folder. reason: why nothing can be written there."""
 
     path: str
     taken: bool
@@ -287,7 +287,7 @@ class Refused(Event, frozen=True):
     """Reports that a command can't be run, or that it failed. Earlier metrics stay valid."""
 
     job: JobName
-    """The name of the command, or of the later part of a measurement, that could not be run or failed."""
+    """The name of the refused or failed command, or of the step of a measurement that failed."""
     message: str
 
 
@@ -350,7 +350,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the opening of the model has ended, successfully or not. No long-lived objects are created afterwards."""
+    """Return whether this event ends the opening of a model, successfully or not, so that garbage collection can be resumed."""
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

@@ -25,7 +25,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip text that a login shell may print before the mark. Returns False if the stream ends first. Raises WireError."""
+        """Skip everything up to the mark, such as a login shell's text. Returns False if there is no mark. Raises WireError."""
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:
                 raise WireError("its first megabyte has no mark of dtype-engine")
@@ -78,7 +78,7 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes messages. write: a function that writes all bytes it gets, and raises OSError if the other process is gone."""
+    """Writes messages to a stream. write: a function that writes bytes completely. It raises OSError if the reader is gone."""
 
     def __init__(self, write: Callable[[bytes], object], compressed: bool = False) -> None:
         self._write = write

@@ -24,8 +24,9 @@ def kept_scans_folder() -> Path:
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
-    """Save a scan after every sequence from now on, and first resume it from a saved scan of the same weights, inputs, dtypes and
-    library versions. If it can't be saved, `on_unsaved` is called once with the reason, and the scan continues unsaved.
+    """Make a scan save its results in a file after every sequence, and continue from the results that an earlier engine saved for
+    the same weights, inputs, dtypes and library versions. If the file can't be written, `on_unsaved` is called once with the
+    reason, and the scan continues unsaved.
     """
     if scan.save is not None:
         return

@@ -158,7 +158,7 @@ def _is_running(session: str) -> bool:
 
 
 def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
-    """Explain why a session's engine has ended, as far as the reason is known."""
+    """Return the probable reason why a session's engine has ended: a signal, or the last line of its log."""
     if child is not None and (status := child.wait()) < 0:
         return signal_words(-status)
     try:
@@ -176,7 +176,7 @@ def _copy_input(connection: socket.socket) -> None:
 
 
 class _Listener:
-    """Accepts connections. A new connection replaces the current one, because a dead connection may seem alive here for hours."""
+    """Accepts one connection at a time. A new one replaces the current one, since a cut connection may look intact for hours."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -233,8 +233,8 @@ def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
 
 
 def main() -> None:
-    """Run a lingering engine. Arguments: the descriptor of its socket, the path of its files without extension, and the seconds to
-    linger.
+    """Run a lingering engine. Command-line arguments: the file descriptor of its socket, the path of its socket and log without
+    extension, and how many seconds to wait for a new connection.
     """
     number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
     signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs scans, searches for the causes of drift, and measurements of several recipes. Only `close` may be called from another
-    thread than the worker's.
+    """Runs scans, searches for the causes of drift, and measurements of several recipes, on workers if the user requested them.
+    Other threads than the worker's may call only `close`.
     """
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:
@@ -36,7 +36,7 @@ class ManyRuns:
         self._emit = emit
         self._workers: Workers | None = None
         self._measuring: MeasureRecipes | None = None
-        """The latest `MeasureRecipes`. If a newer command stopped it and it runs again, it skips the recipes in `_measured`."""
+        """The `MeasureRecipes` command that ran last. If it was interrupted and runs again, it skips the recipes in `_measured`."""
         self._measured: set[int] = set()
 
     def close(self) -> None:
@@ -45,7 +45,7 @@ class ManyRuns:
             self._workers.close()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
-        """Start a scan or resume it. Raises the errors of `Session.scan`."""
+        """Run a scan, or continue it if it was stopped before, and emit its progress. Raises the errors of `Session.scan`."""
         from dtype_engine.runtime.scan.scan import Scan as ScanInParts
 
         def on_estimate(report: ScanReport) -> None:
@@ -113,8 +113,8 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the workers, or None to use this engine. private: as in `Workers.pool`. After an error, the next call restarts the
-        workers.
+        """Yield the workers with the model that they open, or None if the work should run in this engine. private: as in
+        `Workers.pool`. If the workers can't start or fail, new ones are started next time.
         """
         workers = self._model.options.workers
         if workers is None or not needed:
@@ -140,7 +140,7 @@ class ManyRuns:
         return on_progress
 
     def _reporter(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
-        """Return a callback that emits progress such as `scan: 4 workers, 37 of 128`."""
+        """Return a progress callback `(done, total)` that emits events such as `scan: 4 workers, 37 of 128`."""
         by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
 
         def report_done(done: int, total: int) -> None:

@@ -15,7 +15,7 @@ _INTERVAL_S = 0.25
 
 
 class MemorySampler:
-    """Emits `Memory` four times a second from its own thread, after a session has opened and while the worker is `busy`."""
+    """A thread that emits `Memory` events four times a second while the worker is `busy`, once a session is open."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()

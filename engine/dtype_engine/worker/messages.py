@@ -36,7 +36,7 @@ from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
 
 _A_PART = 400
-"""Maximum number of tensors, and of modules, in one part of a tree."""
+"""A tree is sent in messages with at most this many tensors and this many modules each."""
 _LARGEST = 1 << 60
 """The largest integer that an event may contain. The largest integers in practice are numbers of bytes."""
 
@@ -55,11 +55,11 @@ _Tensor = tuple[
     tuple[str, ...],
     int | Literal["unknown"] | None,
 ]
-"""A tensor as the values of the fields in `_TENSOR`."""
+"""A tensor of a tree as it is sent: the values of the `TensorInfo` fields that `_TENSOR` lists, in this order."""
 
 
 class TreePart(Message, frozen=True):
-    """Part of a tree: some of its tensors and some of its modules."""
+    """Some tensors and modules of a tree, which is sent in several such messages."""
 
     with_classes: bool
     """Whether the tree knows the modules' classes."""
@@ -74,7 +74,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Replace a tree by None in an event being encoded; the tree's parts are sent before it. This is msgspec's `enc_hook`."""
+    """Encode types unknown to msgspec: a Path as a string, and a tree as None, because its parts are sent before the event."""
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -107,7 +107,7 @@ def encode_answer(answer: Answer) -> Iterator[bytes]:
 
 
 class AnswerDecoder:
-    """Decodes an engine's messages in order. It does not trust the messages: types are checked, and text is made safe to show."""
+    """Decodes an engine's messages in order. The engine is not trusted: types are checked, and control characters are escaped."""
 
     def __init__(self) -> None:
         self._tree = Tree(())
@@ -115,7 +115,7 @@ class AnswerDecoder:
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
-        """One object for each distinct shape. Sharing them saves memory: 90,000 tensors may have a few dozen shapes."""
+        """The shapes of a tree's tensors. Equal shapes share one object: 90,000 tensors may have only a few dozen shapes."""
 
     def begin_again(self) -> None:
         """Forget the parts of an incomplete tree, because the engine will send all of them again."""
@@ -135,8 +135,8 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _safe(self, value: Any) -> Any:
-        """Return `value` without characters that a terminal would interpret. Names in the tree and patterns of a recipe stay
-        unchanged, because they are escaped when shown, and the recipe has to equal the app's.
+        """Return `value` with control characters escaped, and check its numbers. Names in the tree and patterns of a recipe stay
+        unchanged: they are escaped when shown, and the recipe must equal the app's.
         """
         if isinstance(value, str):
             known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
@@ -169,7 +169,7 @@ class AnswerDecoder:
             self._tensors.append(before if before == tensor else tensor)  # sharing them saves 60 MiB for 90,000
 
     def _made_tree(self) -> Tree:
-        """Build a tree from the parts that have arrived since the previous tree."""
+        """Build a tree from the `TreePart` messages that have arrived since the last tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []
         if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):

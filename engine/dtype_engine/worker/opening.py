@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """The opened parts of a model: a session, only the headers of a checkpoint, or neither."""
+    """A model as far as it could be opened: with a session, with only the checkpoint's headers, or with neither."""
 
     source: Source
     options: Options
@@ -36,7 +36,7 @@ class OpenModel:
 
     @property
     def available(self) -> Available:
-        """Whether commands can use a live model, only files, or nothing."""
+        """What commands can use: "model" (a live model), "files" (only the checkpoint's files), or "nothing"."""
         return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
 
     def tree(self) -> Tree:
@@ -49,9 +49,10 @@ class OpenModel:
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
-    """Open `source` and emit the progress. It raises nothing: if the model can't be loaded, the result has no session.
+    """Open `source`, and emit the progress and the result as events. Errors are also emitted: if the model can't be loaded, the
+    returned object has no session.
 
-    read_headers: whether to emit first the tree of the headers, because the caller has not seen all of them.
+    read_headers: whether to emit the tree of the headers first, because the caller has not seen all of them.
     """
     model = OpenModel(source, options)
     try:
@@ -73,8 +74,8 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
     """Raise UserError for a rule that matches nothing in a checkpoint, before any weight is loaded.
 
-    The names in the headers are usually enough. Otherwise, or if a rule names module classes, the architecture is built, which
-    imports torch: unlike the files, it also has tied names and packed experts.
+    If the tensor names in the headers do not show this, or if a rule names module classes, the architecture is built, which imports
+    torch. It also has the names of tied weights and packed experts.
     """
     checkpoint = source.open() if recipe.rules else None
     if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):
@@ -142,7 +143,7 @@ def _opened(
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
-    """Emit the tree of a model that can't be run, with the classes and ties of its architecture if the architecture is known."""
+    """Emit the tree of a model that can't be run. It has module classes and tied weights if the architecture is known."""
     from dtype_engine.runtime.model.describe import describe
 
     assert model.checkpoint is not None

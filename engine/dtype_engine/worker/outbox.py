@@ -61,7 +61,7 @@ class Outbox:
                 self._acknowledged += 1
 
     def open(self, received: int = 0) -> None:
-        """Let `take` return events: first all after the first `received`, including those taken before, then new events."""
+        """Let `take` return events again, beginning after the first `received` ones, even if they were taken before."""
         self.acknowledge(received)
         with self._changed:
             self._waiting.extendleft(reversed(self._left))

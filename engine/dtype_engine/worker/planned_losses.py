@@ -36,8 +36,9 @@ class PlannedLosses:
         cancelled: IsCancelled,
         read_all: bool = False,
     ) -> None:
-        """Emit the values that the recipe loses, and rules that keep them. More than `MAX_AUTOMATIC_BYTES` are read only if
-        `read_all` is set; otherwise, only the number of these bytes is emitted. Raises Cancelled.
+        """Emit a `CastDone` event with the values that the recipe loses, and a `LossRemedyFound` event with rules that keep them.
+        If this requires reading more than `MAX_AUTOMATIC_BYTES` and `read_all` is False, nothing is read, and the event says how
+        many bytes it would be. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
@@ -76,7 +77,7 @@ class PlannedLosses:
             emit(events.LossRemedyFound(recipe, found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """Return the stored bytes of the tensors that a plan casts and whose losses are not counted yet."""
+        """Return how many bytes must be read to count the losses under a plan, without tensors that were counted before."""
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect. All later waits are as long as the last one. This last wait is long because an
-attempt may be a login that the server refuses.
+"""Seconds to wait before each attempt to reconnect. The last wait is repeated. It is long because an attempt may be a login that
+the server refuses.
 """
 
 
 @dataclass
 class _InForce:
-    """The recipe, settings and inputs that a new engine takes over from the previous engine."""
+    """The recipe, settings and inputs that are current now. An engine that is started again gets them."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -71,7 +71,7 @@ class _InForce:
 
 
 def clear_up(request: SaveRequest) -> None:
-    """Remove the unfinished files of an engine on this machine that has ended."""
+    """Remove what an ended engine on this machine has left of an unfinished export."""
     from dtype_engine.core.export_lock import recover_stale
     from dtype_engine.worker.save_requests import ExportRequest
 
@@ -80,9 +80,9 @@ def clear_up(request: SaveRequest) -> None:
 
 
 class EngineProcess(Engine):
-    """Starts the engine's process and opens `model` in it. `emit` is called from threads of this object.
+    """An engine in a process that this object starts and in which it opens `model`. `emit` is called from this object's threads.
 
-    process: a process that the same command has already started. connection: a connection that has passed its handshake and has
+    process: a process that the same command has already started. connection: a connection whose engine has already answered and has
     been asked to open the model. session: the token that identifies a lingering engine.
     """
 
@@ -111,18 +111,18 @@ class EngineProcess(Engine):
         """Guards the fields below."""
         self._in_force = _InForce()
         self._requests: list[Message] = []
-        """Requests to send after `Open`. For a lingering engine these are all requests, since a cut connection may have lost some.
-        For any other engine, these are the requests made before it was connected.
+        """Requests to send after `Open`. They are kept until there is a connection; for a lingering engine also afterwards, because
+        requests may be lost if the connection is cut.
         """
         self._is_connected = False
         """Whether the connection is intact and the engine was asked to open the model."""
         self._given_up = threading.Event()
         """Set to stop the attempts to reconnect."""
         self._received = 0
-        """How many events this engine has sent."""
+        """How many events have arrived from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The save request that the engine is carrying out, and the waiting ones."""
+        """The save requests that the engine has not completed yet. The first one may be running."""
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -196,7 +196,7 @@ class EngineProcess(Engine):
                 connection.kill()
 
     def _send(self, request: Message) -> None:
-        """Send a request now, or keep it until there is a connection. The caller must hold the lock."""
+        """Send a request if there is a connection, and store it if it may have to be sent later. The caller must hold the lock."""
         if self._ended:
             return  # the next engine gets the current recipe, settings and inputs
         if self._command.lingers or not self._is_connected:
@@ -205,7 +205,7 @@ class EngineProcess(Engine):
             self._connection.send(request)
 
     def _send_kept(self, connection: Connection, received: int) -> None:
-        """Send the kept requests except the first `received`. Later requests are sent at once."""
+        """Send the stored requests except the first `received`, which the engine already has. Later requests are sent at once."""
         with self._lock:
             for request in self._requests[received:]:
                 connection.send(request)
@@ -214,7 +214,7 @@ class EngineProcess(Engine):
             self._is_connected = True
 
     def _run(self) -> None:
-        """Start engines, one after another, and emit their events until one ends for good. This is the body of a thread."""
+        """The body of a thread: start an engine and emit its events until it ends. After a requested restart, start another one."""
         while True:
             reason = self._serve_once()
             with self._lock:
@@ -252,7 +252,7 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Emit the events of one connection until it ends. Returns why the engine ended, or None if only the connection was cut."""
+        """Emit events until the connection ends. Returns why the engine has ended, or None if only the connection was cut."""
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name

@@ -1,10 +1,9 @@
-"""The rules that decide which command runs next, and which commands are superseded, refused or dropped. They are pure functions on
-a frozen queue.
+"""Decides which command runs next, and which commands are superseded, refused or dropped, by pure functions on a frozen queue.
 
-New inputs come before a measurement, a measurement before its follow-ups, and all of these before the other commands, which keep
-their order. A newer recipe or newer inputs stop any running command that comes after them, except a save; a command stopped in this
-way runs again later, unless it is superseded. A command that the user stops does not run again. The noise floor is measured when no
-other command is waiting, and any other command stops it.
+Commands run in this order: new inputs, measurements, follow-ups of a measurement, and then all others in the order of arrival. A
+newer recipe or newer inputs stop a running command that would come after them, except a save. The stopped command runs again later,
+unless it is superseded. A command that the user stops does not run again. The noise floor is measured when no other command is
+waiting, and any other command stops it.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from dtype_engine.worker.commands import (
 )
 
 Available = Literal["opening", "model", "files", "nothing"]
-"""The resources for commands: not known yet, a live model, only the files of a checkpoint, or nothing."""
+"""What commands can use: "opening" (not known yet), "model" (a live model), "files" (only those of a checkpoint), "nothing"."""
 
 
 @dataclass(frozen=True)
 class Queue:
-    """The running and waiting commands, and the state on which they depend. `reported` clears the last three fields."""
+    """The running and waiting commands, and the state that decides what runs next. `reported` clears the last three fields."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -46,7 +45,7 @@ class Queue:
     running: Command | None = None
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
-    """Who has requested that the running command stops: no one, a newer command, or the user."""
+    """Why the running command is being stopped: "newer" (by a newer command), "user", or "" (it is not)."""
     failed: bool = False
     """Whether the last measurement ended without metrics."""
     in_full: bool = False
@@ -103,7 +102,7 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after its running command has ended. follow_ups: commands that must run after it."""
+    """Return the queue after the running command has ended with this outcome. follow_ups: commands that the ended one requires."""
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")
@@ -120,7 +119,7 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue without its refusals and, if no command is running, without the stopped and dropped commands."""
+    """Return the queue after its state was emitted: without refusals and, if no command is running, stopped or dropped commands."""
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())

@@ -75,7 +75,7 @@ class CommandRunner:
         self._many.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command for `recipe`. Returns the commands that must follow it. Raises Cancelled, and the session's errors."""
+        """Run one command for `recipe`. Returns commands to run next as part of it. Raises Cancelled, and the session's errors."""
         session = self._model.session
         if session is not None:
             session.settings = settings

@@ -66,7 +66,7 @@ class Worker(Engine):
         """Guards the queue and the token."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
-        """Cancels the running command."""
+        """Stops the running command when it is cancelled. Each command gets a new token."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
         """The opened model. It is set once, before `_opened` is set."""
@@ -116,7 +116,7 @@ class Worker(Engine):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _replace_queue(self, queue: Queue) -> None:
-        """Make `queue` the current queue, and emit its unreported changes. The caller must hold the lock."""
+        """Make `queue` the current queue, and emit its refusals and stopped commands. The caller must hold the lock."""
         self._queue = reported(queue)
         if queue.stopping:
             self._token.cancel()

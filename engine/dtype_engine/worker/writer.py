@@ -54,7 +54,7 @@ class SaveContext:
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """Return the plan of the recipe, which must be complete. Raises TooSlow for a pattern that takes too long to match."""
+        """Plan the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be incomplete."""
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan
@@ -105,8 +105,8 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights whose casts lose values. Without a live model, tensors that were not counted before are read from the
-    files. Returns None if these tensors have more than `max_bytes` bytes in all.
+    """Return the weights whose casts lose values. Without a live model, the files are read to count losses that are not known yet.
+    Returns None if this would require reading more than `max_bytes`.
     """
     model = context.model
     if model.session is not None:

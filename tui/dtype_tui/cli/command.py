@@ -41,7 +41,7 @@ class _Opening:
 
     title: str
     reference: str | None
-    """MODEL as typed on the command line. --resume finds the session by this text."""
+    """MODEL as typed on the command line, or None. `--resume` finds the model's saved session by it."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
     """A function that creates the engine that opens the model. Its argument is the function that the engine calls with each event.
     """
@@ -52,7 +52,7 @@ class _Opening:
     partial: bool = False
     """Whether `tree` covers only some of the checkpoint's headers."""
     is_kept: bool = True
-    """Whether the app saves the session."""
+    """Whether to save the session for `--resume`."""
     is_demo: bool = False
 
 

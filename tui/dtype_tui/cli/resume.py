@@ -15,10 +15,10 @@ from dtype_tui.state.session_store import SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
-    """Return a saved session's options. If the command line sets an option, its value comes from the command line instead.
+    """Combine a saved session's options with those of the command line, which take precedence.
 
     explicit: the fields of Options and RunSettings that the command line sets. Permissions to run or download code are never saved,
-    so their values always come from the command line.
+    so they always come from the command line.
     """
     settings = dataclasses.replace(
         saved.settings,

@@ -66,7 +66,7 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """Return the ASCII text for each character of a line. To keep the line's width, a two-character replacement removes a blank."""
+    """Return the ASCII text for each character of a line. If a text has two characters, a blank's text becomes "" instead."""
     drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
         wider = _WIDER.get(character)
@@ -80,10 +80,10 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Return the index of the blank to remove for a longer replacement at `index`, or None if no blank can be removed.
+    """Return the index of a blank that can be removed because the replacement at `index` has two characters, or None.
 
-    The first choice is a blank in a gap of two or more: the nearest to the right or, if there is none, the nearest to the left. The
-    second choice is a single blank next to `index`.
+    Blanks in gaps of two or more are preferred: the nearest to the right or, if there is none, the nearest to the left. Otherwise a
+    single blank next to `index` is used.
     """
     after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
     gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]

@@ -80,4 +80,4 @@ FRONT_KEYS: list[BindingType] = [
     Binding("u", "undo", "Undo"),
     Binding("escape,q", "leave", "Close"),
 ]
-"""The key bindings of the optimise screen. They are defined here so that the help can list them without importing plotting code."""
+"""Key bindings of the screen with the Pareto front. They are defined here so that the help need not import plotting code."""

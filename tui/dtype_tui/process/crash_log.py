@@ -13,7 +13,7 @@ from dtype_engine.core.user_folders import state_folder
 def recorded(error: BaseException) -> str:
     """Write the traceback to a file in the state folder, which only the user can read.
 
-    Returns the end of a sentence that names the file, or "" if the file can't be written. Never raises.
+    Returns words that name the file, to end a sentence, or "" if the file can't be written. Never raises.
     """
     import platform
     import traceback

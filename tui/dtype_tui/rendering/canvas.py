@@ -48,7 +48,7 @@ class Axes:
     linear: bool = False
 
     def level(self, y: float) -> float | None:
-        """Return the position of `y` on the scale of `low` and `high`, or None if `y` is drawn as zero."""
+        """Return where `y` is drawn on the vertical axis: `y` itself or its logarithm, or None for a y that is drawn as zero."""
         if self.linear:
             return y
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
@@ -119,7 +119,7 @@ def plot(
 
 
 class _Grid:
-    """The cells inside the axes. The last row is the line for zero, if there is one."""
+    """The cells of a plot inside its axes, in which dots are set. If there is a line for zero, it is the last row."""
 
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes

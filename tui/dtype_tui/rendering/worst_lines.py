@@ -35,7 +35,7 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
 def worst_lines(
     worst: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
 ) -> list[Text] | None:
-    """Return one line per module with its SQNR and shortened name. Returns None if a shortened name would fit a second module.
+    """Return one line per module with its SQNR and its shortened name, or None if a shortened name could also mean another module.
 
     others: the names of all modules. unit: whether to write the unit of the SQNR.
     """

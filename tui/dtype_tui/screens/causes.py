@@ -32,8 +32,8 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots two SQNRs of every module in the order of the forward pass: the measured one, and the one due to the module's own error
-    alone. A table below the plot lists the causes of the drift. stop: called to stop the measurement of causes, but no other job.
+    """Plots the SQNR of every module in the order of the forward pass: once as measured under the whole recipe, and once as it is
+    if only this module is cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
     """
 
     DEFAULT_CSS = """
@@ -141,10 +141,7 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """Return an SQNR as a number to plot. An unknown SQNR (None) becomes NaN.
-
-    The plot draws neither NaN nor the infinite SQNR of an exact module.
-    """
+    """Return an SQNR for plotting, with NaN for an unknown one. The plot omits NaN and infinity, the SQNR of exact modules."""
     return math.nan if sqnr_db is None else sqnr_db
 
 

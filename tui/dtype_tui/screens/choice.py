@@ -51,10 +51,7 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget that shows the lines.
-
-        The selector includes its parent, because the window may hold another Static, the message line.
-        """
+        """The widget with the lines. The query names its container, because a window may have another Static for messages."""
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text:
@@ -66,7 +63,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.lines.update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return (text, style) of the marker that begins a line and shows whether the line is the chosen one."""
+        """Return (text, style) to draw at the beginning of a line. It marks the chosen line."""
         return "› " if index == self.index else "  ", "bold"
 
     def action_move(self, step: int) -> None:

@@ -93,7 +93,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
 
 
 def _output_words(experiment: Experiment) -> str:
-    """Return the drift of the model's output in words, with the part of the inputs that was run if not all, or "" if unknown."""
+    """Return the drift of the model's output as text, or "" if it is unknown. If only some inputs were run, the text says so."""
     report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         output, extent = report.output, report.sequences
@@ -106,9 +106,9 @@ def _output_words(experiment: Experiment) -> str:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Return on how many sequences the modules' drift was measured, as the end of a sentence.
+    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`.
 
-    Returns "" if it was measured on all sequences, or if the number is unknown.
+    Returns "" if it covers all sequences, or if the number is unknown.
     """
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""

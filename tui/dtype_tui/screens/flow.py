@@ -15,7 +15,7 @@ from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 _NAME_WIDTH = 26
-"""The width in cells that should remain for the module's name. Long names of operations are truncated to reach it."""
+"""Width in cells to be left for module names. Long operation names are truncated to make room for them."""
 
 
 def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:

@@ -140,10 +140,11 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Return the sections of keys and the explanations of terms, each as (title, text). chosen: the user's own keys, by binding id.
+    """Return what the help lists: sections (title of a screen or prompt, keys with descriptions), and the explanations (title,
+    text).
 
-    A section is (title, keys and their descriptions) of a screen or prompt. The main screen is first, the tree second. Descriptions
-    begin with a lower-case letter here, unlike in the command palette.
+    The main screen is first, the tree second. Descriptions begin with a lower-case letter here, unlike in the command palette.
+    chosen: the user's own keys, by binding id.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -220,7 +221,7 @@ def _block(
 
 
 def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
-    """Return an entry's lines: the keys and the description. The description's continuation lines are indented to `column`."""
+    """Return one entry as lines: the keys, and the description, which is wrapped and indented to `column`."""
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
@@ -232,10 +233,7 @@ def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """Return the keys of several bindings as text: first the first key of each binding, then the second keys.
-
-    Ctrl+r is written as `^r`.
-    """
+    """Return the keys of several bindings: first each binding's first key, then each one's second key. Ctrl+r becomes `^r`."""
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]

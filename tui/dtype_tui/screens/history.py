@@ -31,7 +31,7 @@ _RULES = "rules"
 _RULES_WIDTH = 22
 """Minimum width in cells of the column of rules. Other columns are left out if it would be narrower."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
-"""Columns that are left out if the window is narrow. The first in the list is left out first."""
+"""Columns that may be omitted in a narrow window, in the order in which they are omitted."""
 _PADDING = 2
 
 
@@ -96,7 +96,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Rebuild the rows, pinned ones first, then the newest first, and put the cursor on the measurement with index `at`."""
+        """Fill the table again: pinned measurements first, then the newest first. The cursor goes to the measurement `at`."""
         entries = self._entries
         self._seen = entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
@@ -144,10 +144,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return in words what the drift of a measurement means for the model.
-
-        The noise floor is known only for the current inputs.
-        """
+        """Return a word that rates the drift of a measurement. The noise floor is considered only if it is for the same inputs."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -235,7 +232,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """Return the columns that fit into `width` cells, with their widths. The column of rules is last and gets the remaining cells.
+    """Return the columns that fit into `width` cells, and their widths. The last column, with the rules, gets all remaining cells.
 
     If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _LEAVE.
     """

@@ -25,8 +25,8 @@ MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """Shows the current inputs. Enter prepares the inputs that the line names. The window stays open, and shows them when they are
-    ready.
+    """Shows the current inputs, and a line for new ones. Enter asks the engine for the inputs in the line. The window stays open
+    and shows them when they are ready.
 
     compared: number of positions that the last measurement compared. ask: called with the text of the line.
     """

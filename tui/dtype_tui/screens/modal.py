@@ -27,9 +27,10 @@ Result = TypeVar("Result")
 
 
 def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Return whether an error is a failed query in an ending app, or in a window that is closed or not yet composed.
+    """Return whether an error only means that a widget was not found because its window is closed or not yet built, or the app is
+    ending.
 
-    Keys that open and close a window within one burst cause such errors. The app ignores these errors.
+    Keys that open and close a window in quick succession cause such errors. The app ignores them.
     """
     if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -45,9 +46,9 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 
 
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
-    """Return the widgets and windows whose methods are in an error's traceback, the outermost first.
+    """Return the widgets and windows whose methods appear in an error's traceback, the outermost first.
 
-    They identify the window of the error. Textual's active message pump does not, if the error was raised in a task of the app.
+    They show in which window the error occurred, even if it was raised in a task of the app, unlike Textual's active message pump.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]

@@ -63,8 +63,8 @@ class OptimiseScreen(ModalScreen[None]):
         measure: Callable[[Sequence[Recipe]], None],
         undo: Callable[[], None],
     ) -> None:
-        """apply_recipe: makes a recipe current, so that it is measured; returns False if it already is current. measure: measures
-        recipes without making them current.
+        """apply_recipe: makes a recipe the current one, so that it is measured; returns False if it already is. measure: measures
+        recipes without making them current. undo: restores the previous recipe.
         """
         super().__init__()
         self.experiment = experiment
@@ -75,14 +75,14 @@ class OptimiseScreen(ModalScreen[None]):
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """The best plan within the user's budget, if the cursor is on it. It may lie between two points of the front."""
+        """The best solution for the user's budget, if the cursor is on it. It may lie between two points of the front."""
         self._rules: tuple[Solution, Recipe] | None = None
-        """The last plan whose rules were computed, with the recipe of these rules."""
+        """The solution for which rules were computed last, and the recipe with these rules."""
         self._timer: Timer | None = None
         self._seen = -1
         """The value of `ScanState.version` when the screen was last drawn."""
         self.zoom = 1
-        """The width of the whole front divided by the width of the visible part."""
+        """The width of the whole front divided by the width of its visible part."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
@@ -232,7 +232,7 @@ class OptimiseScreen(ModalScreen[None]):
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """Return (planned bytes, drift in the scan's unit) of each recipe measured on the current inputs and settings."""
+        """Return (planned bytes, drift) of each recipe that was measured on the current inputs and settings, in the scan's unit."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings

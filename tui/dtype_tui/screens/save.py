@@ -43,8 +43,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that an engine on another machine writes to the disk of that machine. The paths of such files are paths there.
-"""
+"""The kinds of file that a remote engine writes on its own machine, so that their paths refer to that machine."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
@@ -78,8 +77,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         source: Path | None = None,
     ) -> None:
         """rules: number of rules in the recipe. drift: the current measurement. lost: returns the weights whose casts lose values,
-        or None while they are unknown. host, check_path: the attributes of `Engine` with these names. source: the model's
-        path on this machine.
+        or None while they are unknown. host, check_path: `Engine.host` and `Engine.check_path`. source: the model's path on this
+        machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"

@@ -267,20 +267,20 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Return a score relative to the highest, on a logarithmic scale: 1 for the highest, 0 for a hundredth of it or less."""
+    """Map a score to 0 to 1 on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of it or less."""
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:
-    """Return a character that shows a score. The closer the score is to the highest score, `most`, the denser the character is."""
+    """Return a character for a score in the map: the closer it is to `most`, the highest score, the denser the character."""
     if math.isinf(score):
         return "!"
     return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]
 
 
 def _heat_style(share: float) -> Style:
-    """Return the colour, from the terminal's palette, for a share that `_share` has returned."""
+    """Return the colour, from the terminal's palette, for a value between 0 and 1 from `_share`."""
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

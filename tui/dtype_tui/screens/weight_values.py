@@ -48,7 +48,7 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of |x| by powers of two. Each line also has the `range_mark` of every dtype shown."""
+    """Return a histogram of |x| in ranges between powers of two. The `range_mark` of each dtype is shown next to each range."""
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:
@@ -77,7 +77,7 @@ def exponent_histogram(stats: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """Return a mark for the worst that a dtype without a scale does to values from 2^first to 2^(first + step).
+    """Return a mark for the worst effect of a cast, to a dtype without scales, on values from 2^first to 2^(first + step).
 
     "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all values are in the normal
     range.

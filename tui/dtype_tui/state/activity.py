@@ -34,9 +34,9 @@ class Activity:
         """Reset all fields for a newly started engine."""
         self.busy = True
         self.what = "opening"
-        """What the engine is doing, in a few words. Valid while `busy`."""
+        """A few words that say what the engine is doing, if it is `busy`."""
         self.share: float | None = None
-        """How much of `what` is done, from 0 to 1, or None if unknown."""
+        """The fraction of the running job that is done (0 to 1), or None if it is unknown."""
         self.running = ""
         """The name of the running job, or "" if no job is running."""
         self.waiting: tuple[str, ...] = ()

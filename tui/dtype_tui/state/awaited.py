@@ -16,7 +16,7 @@ _INSPECTED = (
 
 
 def inspect(tensor: str) -> InspectWeight:
-    """Return the command that reads a tensor's values and measures the error of a cast to each of several dtypes."""
+    """Return the command that requests statistics of a tensor's values, including the error of a cast to each of several dtypes."""
     return InspectWeight(tensor, _INSPECTED)
 
 
@@ -42,7 +42,7 @@ class AwaitedResults:
         self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """Handle an engine event that answers a request, or that means that no answer will come."""
+        """Forget requests that this event answers, or all requests if it means that no answers will come."""
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())

@@ -29,7 +29,7 @@ class Command:
 
     name: str
     action: str
-    """The app's action that runs the command and receives its arguments as strings."""
+    """The name of the app's action that the command runs. Its arguments are passed as strings."""
     arguments: tuple[str, ...] = ()
     """The kind of each argument. `Completer` completes an argument by its kind."""
     meaning: str = ""
@@ -132,7 +132,7 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Return names that extend `begun` to the next dot: `model.la` gives `model.layers`, `model.layers.` gives its children."""
+    """Complete dotted names up to the next dot: `model.la` gives `model.layers`, and `model.layers.` gives its children."""
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:

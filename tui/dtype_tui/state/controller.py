@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 class Controller:
     """Controls one experiment and the engine that runs it.
 
-    notify: shows a sentence until the user has read it. changed: redraws the screen. Every method except `handle` calls it after a
-    change of the state.
+    notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. Every method
+    except `handle` calls it after it has changed the state.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Controller:
         self._preset: str | None = None
         """Name of the preset to apply once the module classes are known, or None if no preset is waiting."""
         self._after_preset = Recipe()
-        """The rules to append to those of the preset in `_preset`."""
+        """The rules from the command line, which are applied together with the preset in `_preset`, after the preset's rules."""
         self._notified: set[str] = set()
         """The notices that the user has already been shown."""
 
@@ -242,7 +242,7 @@ class Controller:
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
-        """Drop the rules that match only tensors of this node."""
+        """Remove the rules that match tensors of this node and no others. If there are none, tell the user why."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.apply_recipe(self.experiment.recipe.without(inside))
@@ -276,7 +276,7 @@ class Controller:
             self.notify("this preset is already applied", "information")
 
     def use_preset(self, name: str) -> None:
-        """Replace all rules by those of a preset. Raises UserError for an unknown name, or if the model is not known yet."""
+        """Replace all rules by those of a preset. Raises UserError for an unknown name, and until the tensors are known."""
         from dtype_engine.recipe.presets import preset
 
         chosen = preset(name)

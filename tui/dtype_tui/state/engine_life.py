@@ -100,7 +100,7 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show a job that the engine begins without a wait."""
+        """Show that the engine is doing `what`, for jobs that do not wait for others."""
         if self.error is None:
             self.activity.begin(what)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""The types of events that carry the recipe of their request. Such events remain valid after the current recipe has changed."""
+"""Events that stay valid after the current recipe has changed, although they carry the recipe of their request."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
@@ -84,7 +84,7 @@ class Experiment:
     """Whether the last change of the recipe changed no tensor's planned dtype. The measurement is then still valid."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
-    """The plan and the totals by node that `prepare` has computed for the next tree."""
+    """The plan and the totals of each node that `prepare` has computed in advance for the next `replace_tree`."""
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
     """The latest drift reports over all current inputs, by recipe and settings. An undo shows the report of its recipe at once."""
 
@@ -170,7 +170,7 @@ class Experiment:
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the current recipe. before: the previous plan of the same tree. If both plans are equal, the results are kept."""
+        """Plan the current recipe. before: the previous plan of the same tree. If it has the same dtypes, results are kept."""
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
@@ -209,7 +209,7 @@ class Experiment:
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def take(self, event: events.Event) -> None:
-        """Store the results that an event carries. Results that only a window shows are not stored."""
+        """Store an event's results in this object. Results that only a window shows are not stored."""
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -290,7 +290,7 @@ class Experiment:
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, as the beginning of a sentence, or "" if it does."""
+        """Why the scan does not apply to the current inputs and settings, or "" if it does; see `ScanState.why_stale`."""
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:

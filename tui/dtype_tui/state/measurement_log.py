@@ -29,7 +29,7 @@ class MeasuredRecipe:
     extent: Extent
     """How many of the inputs were run to compute the metrics."""
     seconds: float | None = None
-    """Total time of the candidate's passes over all inputs, or None if some passes were skipped or shortened."""
+    """Total time of the candidate's passes over all inputs in seconds. None if some inputs or modules were not run."""
     overflowed: int = 0
     """Number of weight values that casts made infinite. Tensors whose values a cast only rounds are not counted."""
     vanished: int = 0
@@ -60,7 +60,7 @@ class MeasuredRecipe:
 
     @property
     def key(self) -> tuple[Recipe, RunSettings, str]:
-        """A value that is equal for two measurements of the same recipe with the same settings on the same inputs."""
+        """The recipe, settings and inputs. Of measurements with equal keys, the history keeps only one."""
         return self.recipe, self.settings, self.inputs
 
 
@@ -103,10 +103,10 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
-    """Return the history with a new measurement.
+    """Add a measurement to the history, and return the new history.
 
-    An earlier measurement of the same recipe, settings and inputs is replaced, unless the earlier one covers more of the inputs.
-    The new entry inherits the earlier entry's pin and, if the new measurement has no time, the earlier entry's time.
+    An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. The new entry
+    inherits its pin and, if the new measurement has no time, its time.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -119,7 +119,7 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """Return the distinct recipes in the history that were not yet measured with these settings on all of these inputs."""
+    """Return the recipes in the history that were not measured with these settings on all of these inputs, each once."""
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part

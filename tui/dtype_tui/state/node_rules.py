@@ -37,7 +37,7 @@ def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the names of the topmost nodes whose castable tensors all have a planned dtype that differs from the stored one."""
+    """Return the nodes whose castable tensors are all planned in another dtype than stored, without nodes inside such nodes."""
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)

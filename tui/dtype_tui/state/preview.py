@@ -26,7 +26,7 @@ class Preview:
     """Names of the tensors that the rule would cast."""
     elements: int
     bytes_before: int
-    """Bytes of these tensors in the dtypes that the current recipe plans."""
+    """Bytes of the tensors in `tensors` under the current recipe."""
     bytes_after: int
     uncastable_count: int
     """Number of matching tensors that are never cast."""
@@ -37,7 +37,7 @@ class Preview:
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
     """Return what a rule would do. planned: the dtype of each tensor under the current recipe, by name.
 
-    Raises PatternError for a pattern that takes too long to match, because key presses wait for the preview.
+    Raises PatternError, also for a pattern that takes longer than `PREVIEW_S` to match, because keys wait for the preview.
     """
     taken = select(tree, rule.pattern, PREVIEW_S)
     names = frozenset(taken.tensors)

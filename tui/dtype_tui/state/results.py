@@ -26,7 +26,7 @@ class Losses:
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """The mark that the tree shows beside each node that loses values, by the node's name."""
+        """Maps each node that contains lost values to the text that the tree shows for it."""
         return loss_marks(self.values or ())
 
 

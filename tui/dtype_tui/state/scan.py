@@ -1,4 +1,4 @@
-"""The app's state of a scan: its current estimates, the dtype whose scores are shown, and measurements next to predictions."""
+"""The app's state of a scan: the scores known so far, the dtype whose scores are shown, and predicted next to measured drifts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""Length of the heat bar's logarithmic scale, in powers of ten. The scale ends at the whole model's score."""
+"""The bar for a score has a logarithmic scale of this many powers of ten. It ends at the score of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class ScanState:
 
     @property
     def progress_words(self) -> str:
-        """The progress of an unfinished scan, such as `from a stopped scan (24 %)`, or "" if there is no unfinished scan."""
+        """A phrase about an unfinished scan, such as `from a stopped scan (24 %)`, or "" if there is no scan or it is finished."""
         if self.report is None or self.finished:
             return ""
         share = percent(self.report.sequences / self.report.all_sequences) if self.report.all_sequences else "0"
@@ -130,7 +130,7 @@ class ScanState:
         return self._predicted[2]
 
     def predicted(self, tree: Tree, plan: Plan) -> str:
-        """Return the prediction in words, such as `1.2e-03 nats per token`, or "" if there is none or the recipe has no rules."""
+        """Return the predicted drift as text, such as `1.2e-03 nats per token`, or "" if it is unknown or there are no rules."""
         prediction = self.prediction(tree, plan)
         if prediction is None or not plan.recipe.rules:
             return ""
@@ -138,7 +138,7 @@ class ScanState:
         return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan not finished")
 
     def why_stale(self, inputs: str, settings: RunSettings) -> str:
-        """Return why the scan does not apply to these inputs and settings, as the beginning of a sentence, or "" if it applies."""
+        """Return why the scan does not apply, such as `the inputs differ from those of the scan`, or "" if it applies."""
         report = self.report
         if report is not None and report.inputs != inputs:
             return "the inputs differ from those of the scan"
@@ -165,7 +165,7 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """Return a node's (score as text, bar, heat), in the dtype shown. The method `heat` defines the heat.
+        """Return (score as text, bar, heat) of a node for the dtype shown. The heat is a number from 0 to 1; see `heat`.
 
         Without a score, both texts are "" and the heat is 0.
         """

@@ -69,7 +69,7 @@ class SavedSession:
     """The dtypes of the last scan, whether it was finished or not. Empty if there was no scan."""
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
-    """Whether only this user can have written the session's file. If False, Python code that the session names is not run."""
+    """Whether only this user can have written the session's file. If not, no Python code that it names is run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -99,7 +99,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last. model: MODEL as on the command line; if given, only its sessions are considered.
+    """Return the session that was saved last, or with `model` (MODEL as on the command line) the last one of that model.
 
     Raises UserError if there is none, or if no model is given and the newest session can't be read.
     """
@@ -137,7 +137,7 @@ def canonical_model_ref(model: str | None) -> str | None:
 
 
 class SessionFile:
-    """The session file of this run of the app. Every `save` writes the whole file; the first also deletes the oldest sessions."""
+    """Writes the session file of this run of the app. The first `save` also deletes the oldest sessions' files."""
 
     def __init__(self) -> None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -248,7 +248,7 @@ class _Measurement(msgspec.Struct, kw_only=True):
 
 
 class _File(msgspec.Struct):
-    """The entries of a session file that are read, except its version. Unknown entries are ignored."""
+    """What is read from a session file besides its version. Unknown entries are ignored."""
 
     model: str | None
     title: str

@@ -17,19 +17,19 @@ class Step:
     """A step of the tour. It ends when the user has acted and, if the step waits for the engine, `until` holds."""
 
     words: str
-    """A text that says what to press and why. `{undo}` is replaced by the key of the action `undo`."""
+    """The text to show before the action: what to press and why. `{undo}` is replaced by the key of the action `undo`."""
     actions: tuple[str, ...] = ()
-    """The actions that this step waits for, any one of which is enough. If empty, the step waits until `window` is closed."""
+    """Names of actions, one of which the user has to perform. If empty, the user has to close `window`."""
     window: str = ""
-    """The window in which the step takes place. While it is not open, the tour goes back to the step that opens it."""
+    """The window in which the step takes place, or "". If the user closes it, the tour goes back to the step that opens it."""
     opens: str = ""
-    """The window that the action should open. The action counts only if this window opens."""
+    """The window that the action must open, or "". If it does not open, the action does not complete the step."""
     done: Condition = lambda experiment: True
-    """A condition on the state right after the action. The action counts only if the condition holds."""
+    """A condition on the state right after the action. If it is False, the action does not complete the step."""
     until: Condition = lambda experiment: True
-    """A condition that must hold, after the action, before the tour goes to the next step."""
+    """A condition for which the step waits after the action, such as the end of a measurement, before the next step begins."""
     meanwhile: str = ""
-    """The text to show after the action, while `until` does not hold yet."""
+    """The text to show after the action while the step waits for `until`."""
     unless: Condition = lambda experiment: False
     """A condition under which the step is skipped."""
 

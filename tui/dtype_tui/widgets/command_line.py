@@ -93,7 +93,7 @@ class CommandLine(BottomPrompt):
             self._explain(line)
 
     def _explain(self, line: str) -> None:
-        """Show in the hint what the typed line would do, or how the user can continue the line."""
+        """Show below the line what the typed command would do, or how it can be completed."""
         shown: Preview | None = None
         words = Text(no_wrap=True, overflow="ellipsis")
         try:

@@ -12,7 +12,8 @@ from textual.widgets.input import Selection
 
 
 class LineInput(Input):
-    """Textual's input line, with callbacks in place of messages. Messages would arrive only after the next key of a burst.
+    """Textual's input line, which calls functions instead of posting messages. A message would be handled only after the next key,
+    if several keys arrive together.
 
     entered: called with the text when Enter is pressed. typed: called with the text after each change of it.
     """

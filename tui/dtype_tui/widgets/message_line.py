@@ -17,9 +17,9 @@ _LEAST_LINES, _MOST_LINES = 2, 8
 class MessageLine(Static):
     """Shows a message. The widget is hidden if there is no message.
 
-    In a window, the message has lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither the
-    keys nor the cursor. in_place: whether the widget is on the main screen. It then keeps its place in the layout while it is
-    hidden, so that nothing else is redrawn when a message appears or disappears, unless the number of the message's lines changes.
+    In a window, it has lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither the keys nor
+    the cursor. in_place: whether it is on the main screen. It then has a place in the layout even while it is hidden, so that
+    nothing else moves when a message appears, unless the message has more or fewer lines than the last one.
     """
 
     DEFAULT_CSS = """

@@ -54,8 +54,8 @@ def status_line(
 ) -> Text:
     """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
 
-    The right end of the line shows the model, its class and its device, if there is room. doing: see `EngineLife.current_activity`.
-    idle: the words to show while the engine is idle.
+    If there is room, the model, its class and its device follow at the right end. doing: the result of
+    `EngineLife.current_activity`. idle: the words to show while the engine is idle.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")

@@ -35,7 +35,7 @@ _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""The text that stands in place of the dtype in a (text, dtype) piece if the piece reports lost values."""
+"""Marks a (text, dtype) piece of a line whose text is about lost values. It takes the place of the dtype."""
 
 
 @dataclass(frozen=True, slots=True)

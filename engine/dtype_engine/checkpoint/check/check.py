@@ -205,7 +205,7 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
 
 
 def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings for a declared dtype that no weight has, and for 16-bit tensors that the architecture keeps in float32."""
+    """Yield a finding if no weight has config.json's dtype, and for each 16-bit tensor that the architecture keeps in float32."""
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
     stored = Counter(tensor.dtype for tensor in plain.values())
@@ -264,7 +264,7 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
 def _against(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield findings for tensors that only this checkpoint or only the source has, and for tensors whose shapes differ."""
+    """Yield findings for the differences from the source, `against`: tensors that only one of the two has, and unequal shapes."""
     of_weights = {_weight_name(weight) for weight in weights} | checkpoint.quantized.keys()
     source = {_weight_name(weight) for weight in packed_weights(against.foreign)}
     theirs = names_of_parts(packed_weights(against.foreign), against.foreign)

@@ -1,4 +1,4 @@
-"""Checks that quantised weights have all their parts, and that the shapes of the parts match the shape of the codes."""
+"""Checks that each quantised weight has all its parts (codes, scales, zero points, ...), and that their shapes fit together."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _ORPHANS = {
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
     "weight._scale": "weight._data", ".scale_weight": ".weight",
 }  # fmt: skip
-"""Maps each suffix that only a part of a quantised weight can have to the suffix of the tensor with the weight's codes."""
+"""Maps the suffix of an auxiliary tensor (scales or zero points) to the suffix of the codes to which the tensor belongs."""
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield findings for codes that lack their scales or another required part, and for scales that lack their codes.
+    """Yield findings for codes that lack their scales or another required tensor, and for scales that lack their codes.
 
-    weights: all weights with codes and scales. parts: the names of all parts of these weights.
+    weights: all weights with codes and scales. parts: the names of all tensors that belong to these weights.
     """
     for weight in weights:
         for suffix in _needed(weight, tensors):
@@ -83,7 +83,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
-    """Return the suffixes of the parts that a weight requires besides its codes and scales."""
+    """Return the suffixes of the tensors that a weight requires in addition to its codes and scales, such as zero points."""
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     nvfp4 = codes.dtype == "uint8" and scale.dtype == "float8_e4m3fn"
     if weight.layout is COMPRESSED:
@@ -98,7 +98,7 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """Return the layout of a tensor whose name alone shows that it holds codes, or None if the name does not show this."""
+    """Return the quantisation layout, such as GPTQ, if the tensor's name and dtype prove that it holds codes; otherwise None."""
     return next(
         (
             layout
@@ -110,7 +110,7 @@ def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings for parts whose shapes do not match the shape of their codes."""
+    """Yield findings for scales, zero points and other tensors of quantised weights whose shapes do not match the codes."""
     for weight in weights:
         codes, scale = tensors[weight.codes], tensors[weight.scale]
         expected = _scale_shapes(weight, codes.shape, scale.shape, tensors, config)
@@ -143,7 +143,7 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
-    """Return all shapes that the scales of a weight may have, or () if the layout does not determine them."""
+    """Return all shapes that the scales of a weight may have, or () if the weight's quantisation layout does not determine them."""
     if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
         return ()  # these are in the order of the tensor cores, and padded
     layout, held, block = weight.layout, tensors[weight.codes].dtype, _declared_block(config)
@@ -203,7 +203,7 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix, expected shape) for the parts of a weight whose shape is known, except the codes and scales."""
+    """Yield (suffix, expected shape) for a weight's tensors other than codes and scales, if their shape is known."""
     if weight.layout is MLX:
         yield "biases", scale
         yield "qbiases", scale

@@ -80,10 +80,10 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Return (magnitudes, signs, largest magnitude that is not NaN) of floating-point values.
+    """Split the raw bytes of floating-point values into integers. Returns (bit patterns without the sign bit, signs, the largest
+    such bit pattern that is not NaN), or None for an unsupported dtype.
 
-    A magnitude is a code without its sign bit. The largest magnitude is infinity or, if the dtype lacks infinity, the largest
-    finite value. Returns None for an unsupported dtype.
+    The largest bit pattern is that of infinity or, if the dtype lacks infinity, of the largest finite value.
     """
     import numpy as np
 

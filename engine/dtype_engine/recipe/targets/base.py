@@ -1,6 +1,4 @@
-"""Code that all targets share: classes for the plan to convert, for the converted recipe, and for tensors that a target can't
-express.
-"""
+"""Classes and functions shared by all targets, which are the tools to whose formats a recipe can be converted."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ class Context:
     model_type: str | None = None
     """The `model_type` in config.json."""
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """The names of each module class's base classes. Many tools select modules by `isinstance`, which also accepts base classes."""
+    """Maps each module class to its base classes' names. Many tools select modules by `isinstance`, which accepts subclasses."""
     activations: Literal["none", "weights"] = "none"
     """The run setting `quantize_activations` for which the recipe is meant."""
 
@@ -58,8 +56,8 @@ class Unsupported:
 
     why: str
     part: Part
-    """What differs from the plan. "dtype": the target gives the tensors another dtype. "scale": it gives them the planned dtype,
-    but computes their scales by another rule.
+    """What the target changes. "dtype": the tensors get another dtype. "scale": they get the planned dtype, but their scales are
+    computed by another rule.
     """
     planned: str
     instead: str
@@ -84,7 +82,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The tensors that one pattern matches when the target matches it."""
+    """The result of matching one pattern by the target's rules: the tensors that it matches."""
 
     tensors: frozenset[str]
     """Canonical names of the matched tensors."""
@@ -98,7 +96,7 @@ class Target:
 
     name: str
     matcher: str
-    """How the tool matches patterns, in words."""
+    """A phrase that says how the tool matches patterns, such as by `re.match` on module names."""
     precedence: Callable[[Sequence[str]], int] | None
     """Returns the index of the pattern that wins among several that match the same tensor. None if the tool has no order of
     precedence.
@@ -148,7 +146,7 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A plan divided for a quantiser: the weights to quantise, and one dtype for all other tensors."""
+    """The parts of a plan that a quantiser can apply: the weights to quantise, and one dtype in which it loads the rest."""
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantised, by the weight's canonical name."""
@@ -173,12 +171,12 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Find the weights that a tool can quantise as planned, and the tensors that it can't give their planned dtype.
+    """Find the weights that a tool can quantise as planned, and the tensors to which it can't give their planned dtype.
 
-    The tool quantises the `weight` of modules of certain classes (`kinds`) to certain dtypes (`formats`) and loads everything else
-    in one dtype. by_transformers: whether transformers loads the model. It then keeps modules in float32 if the model's code
-    declares this. also: a function that returns a further reason why the tool can't quantise a module's weight to a dtype, or None
-    if it can.
+    The tool quantises the `weight` of modules of the classes `kinds` to the dtypes `formats`, and loads everything else in one
+    dtype. by_transformers: whether transformers loads the model, which keeps modules in float32 if the model's code requires this.
+    also: a further check, called with a module and a dtype. It returns why the tool can't quantise the module's weight to this
+    dtype, or None.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -241,9 +239,8 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype in which the plan has most elements.
-
-    If the plan has no elements in a compute dtype, the stored dtypes are counted instead of the planned ones.
+    """Return the compute dtype (such as bfloat16) of most elements under the plan. If no tensor is planned in a compute dtype,
+    return that of most elements as stored.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
@@ -266,7 +263,7 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Return the weights that a quantiser for these module classes could quantise: canonical tensor names by module name."""
+    """Map the names of modules of these classes to the canonical names of their castable weights."""
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")
@@ -276,7 +273,7 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """Return a function for `Target.matchable`. It returns the tensors that a quantiser of these module classes can affect."""
+    """Return a function for `Target.matchable`, for a tool that quantises only the weights of modules of these classes."""
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
@@ -286,9 +283,10 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a note that the tool's file does not quantise activations, if the recipe is for a run that quantises activations.
+    """If the recipe is for a run with quantised activations, return a note on the weights whose activations the tool's file leaves
+    unquantised.
 
-    written: the dtypes of weights whose activations the file does quantise.
+    written: the dtypes of weights for which the file does quantise activations.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):

@@ -54,7 +54,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return the modules that diffusers can cast, each with the names of its castable tensors."""
+    """Return the modules whose class diffusers casts as a whole, each with the names of its castable tensors."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -67,9 +67,9 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _planned(context: Context, tensor: str) -> str:
-    """Return a tensor's planned dtype without its scales, such as `int8`.
+    """Return the dtype in which `.to()` would store a tensor as planned: for int8 or float8, the dtype of the codes alone.
 
-    A block format can't do without scales, so its name is returned unchanged.
+    The name of a block format is returned unchanged; diffusers can't store it.
     """
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:
@@ -98,9 +98,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast: those in which the plan has more elements in the dtype for storing than in the dtype for
-    computing.
-    """
+    """Return the modules to cast to `storage`: those in which the plan has more elements in `storage` than in `base`."""
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -117,7 +115,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """Return the dtype that each tensor has after diffusers' casts, by canonical name."""
+    """Return each tensor's dtype, by canonical name, if diffusers stores the modules `cast` in `storage` and the rest in `base`."""
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))
@@ -145,7 +143,7 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return the modules to skip: the topmost modules in which nothing is cast, so that the patterns are few and readable."""
+    """Return few module names that together cover all modules not to be cast: the topmost modules with no cast module inside."""
     holding: set[str] = set()
     for leaf in cast:
         holding.update((leaf, *ancestors(leaf)))

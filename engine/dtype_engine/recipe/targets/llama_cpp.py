@@ -108,7 +108,7 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantise a tensor: a matrix named `weight`, unless it is a norm, a router or the like."""
+    """Return whether llama-quantize can quantise a tensor: a matrix named `weight` whose name `_KEPT` does not match."""
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
 

@@ -32,8 +32,8 @@ FORMATS = tuple(
     for name in DESCRIBED
     if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
 )
-"""The dtypes that llm-compressor quantises exactly as planned. Of the MX formats, these are only the ones with the scale rule that
-llm-compressor itself uses.
+"""The formats that llm-compressor quantises exactly as planned. An MX format is included only with the scale rule of
+llm-compressor.
 """
 
 

@@ -1,8 +1,8 @@
 """Finds few patterns that match exactly a given set of names among all names of a model.
 
-Names are split at dots. Names that differ in only one part are merged repeatedly: the part gets a list of alternatives. The merged
-pattern matches no additional name. If a part's alternatives are all numbers that any name has in that part, the part may match any
-number.
+Names are split at dots. Names that differ in only one component are merged repeatedly: the component gets a list of alternatives. A
+merged pattern never matches an additional name. A list of numbers is replaced by "any number" if the pattern then still matches no
+additional name.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from collections.abc import Collection, Iterable
 from dtype_engine.core.tree import is_number
 
 Choice = frozenset[str] | None
-"""The alternatives for one dot-separated part of a name. None means any number."""
+"""The allowed texts for one dot-separated component of a name. None allows any number."""
 Product = tuple[Choice, ...]
-"""A list of alternatives for each dot-separated part of a name. A name matches if each of its parts is one of the part's
-alternatives.
-"""
+"""One `Choice` for each dot-separated component of a name. A name matches if each of its components is allowed."""
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
@@ -41,7 +39,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge products that differ only in the part `index`, if this part has only numbers or no numbers in all of them."""
+    """Merge patterns that differ only in component `index`, if it has only numbers (`numbers` is True) or no numbers (False)."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -59,9 +57,7 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return the product in which each list of numbers is replaced by any number, unless the product would then match a name that
-    it must not match.
-    """
+    """Replace each list of numbers in a pattern by "any number", unless the pattern would then match one of the names `others`."""
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])
@@ -109,10 +105,7 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
 
 
 def _as_globs(choice: Choice) -> list[str]:
-    """Return the globs for one part of a name, one for each alternative.
-
-    If all alternatives are single digits, one glob lists them, as in `[123]`.
-    """
+    """Return a glob for each alternative of one component of a name. If all are single digits, one glob lists them: `[123]`."""
     if choice is None:
         return ["*"]
     texts = _sorted(choice)

@@ -93,10 +93,7 @@ def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Return why torchao can't quantise the weight of this module to a dtype to which it can quantise other weights.
-
-    Returns None if it can.
-    """
+    """Return why torchao can't quantise this module's weight to `dtype`, or None if it can."""
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:

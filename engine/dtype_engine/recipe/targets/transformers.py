@@ -1,7 +1,7 @@
 """Converts recipes for transformers: Python code that loads the model and casts it in place, exactly as planned.
 
-`from_pretrained` gives all weights one dtype. The code requests the widest stored dtype, which rounds nothing, and then casts
-every tensor to its planned dtype. Its patterns must match full names and are disjoint.
+`from_pretrained` loads all weights in one dtype. The code loads them in the widest stored dtype, which rounds nothing, and then
+casts every tensor to its planned dtype. The patterns in the code must match full names, and no tensor matches two of them.
 """
 
 from __future__ import annotations

@@ -23,13 +23,14 @@ from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 
 Quantized = tuple[torch.Tensor, ...]
-"""The tensors of a weight with scales, in the order of `ExportTensor.entries`."""
+"""The tensors that store a weight with scales: codes, scales and the format's other tensors, in the order of the file."""
 
 
 class SharedScale:
-    """The scale of several tensors that runtimes treat as one. The first call of `amax`, in any thread, reads all of these tensors.
+    """A single scale for several tensors, computed from the largest |value| of all of them.
 
-    names: the names of the tensors in the source. values: one function for each tensor, which returns its values.
+    names: the names of the tensors in the source. values: one function for each tensor, which returns its values. The first call of
+    `amax` calls all these functions, whichever thread it is in.
     """
 
     def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
@@ -53,7 +54,7 @@ class InputScale:
     value: float | None = None
     """The scale, or None until the model has run on calibration inputs."""
     seen: bool = True
-    """Whether any calibration input has reached this layer."""
+    """Whether this layer was called in any calibration pass. A layer that was not called has the scale of similar layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class ExportTensor:
     name: str
     shape: tuple[int, ...]
     stored: str
-    """The dtype in the source. The name ends with `@tensor` if the source has a single scale for the whole weight."""
+    """The dtype in the source. It ends in `@tensor` if the source stores a single scale for the whole weight."""
     dtype: str
     """The dtype in the export. The name ends with `@tensor` if the export has a single scale for the whole weight."""
     has_scales: bool
@@ -89,19 +90,17 @@ class ExportTensor:
     bytes can't be copied.
     """
     values: Callable[[], torch.Tensor]
-    """A function that returns the values to be cast to `dtype`."""
+    """A function that reads the source's values, which the export then casts to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """A function that returns codes and scales that exist already, or None if the values have to be cast."""
+    """A function that returns codes and scales which can be written as they are, or None if they must be computed."""
     byte_range: ByteRange | None = None
-    """The byte range of a file from which the values are read without mapping it. None if no single byte range of a file holds the
-    values as they are.
-    """
+    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged in a row."""
     shared: SharedScale | None = None
-    """The scale that this weight shares with fused siblings or with other parts of a packed weight, or None if it shares none."""
+    """The scale that this weight shares with weights fused or packed together with it, or None if it has a scale of its own."""
     quantised_inputs: bool = False
     """Whether the exported configuration declares the inputs of this weight's layer as quantised."""
     input_scale: InputScale | None = None
-    """The scale of the quantised inputs, for formats that store this scale in the file."""
+    """The scale for quantising this layer's inputs, or None if the format stores no such scale."""
     packed_into: str = ""
     """The weight of the live model into which loading packs this weight and others; "" if this weight is not packed."""
 
@@ -138,24 +137,22 @@ class Contents:
     folder: Path | None = None
     """The source folder from which further files are copied."""
     linears: tuple[str, ...] = ()
-    """The names of the modules that compressed-tensors may quantize."""
+    """The names of the linear modules. The `quantization_config` must list those that stay unquantised."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     """The files of the source."""
     layout: Layout = PLAIN
     """The folders and files of the export."""
     identities: tuple[FileIdentity, ...] = ()
-    """The identities of `files`, recorded before anything was read from these files."""
+    """The size, modification time and inode of each source file before it was read, to detect later changes."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """Maps each name of a tied weight that is not written to the name under which the weight is written."""
+    """Maps each omitted name of a tied weight to the name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings of the run that the export belongs to. If activations were quantised in this run, the `config.json` of the
-    export declares them as quantised.
+    """The settings of the run that the export belongs to. If this run quantises activations, `config.json` requests this from
+    runtimes, too.
     """
     coverage: Coverage | None = None
-    """How many of the tensors of the model, or of those in its index, the source has. None if neither the model nor the index is
-    known.
-    """
+    """How many of the model's tensors (or, if unknown, of those in its index) the source has. None if both are unknown."""
     incomplete: tuple[str, ...] = ()
     """Sentences that name the tensors which the source lacks."""
 

@@ -21,7 +21,7 @@ _READ = (
     "int4@g32",
     "int8@g128",
 )
-"""The formats that transformers' `CompressedTensorsDequantize` dequantizes when it packs experts."""
+"""The formats of experts that transformers can dequantize while it packs all experts of a layer into one weight."""
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
@@ -36,8 +36,7 @@ def expert_layer(module: str) -> str:
 
 
 def all_experts(layer: str) -> str:
-    """Return the target, a pattern for module names in a compressed-tensors configuration, that matches the linear layers of all
-    experts of a layer.
+    """Return a pattern in compressed-tensors' syntax that matches the linear layers of all experts in the module `layer`.
 
     vLLM looks up the scheme of experts under the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever names the checkpoint
     has. transformers looks up the scheme with a regular expression that contains `experts`.
@@ -53,8 +52,8 @@ def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Explain how transformers' `from_pretrained` fails on experts in the compressed-tensors layout, in a sentence whose first
-    word, "it", stands for `from_pretrained`. Returns None if transformers reads these experts.
+    """Return how `from_pretrained` of transformers fails on these experts, as a clause that begins with "it", or None if it reads
+    them correctly. The experts are in the compressed-tensors layout.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):

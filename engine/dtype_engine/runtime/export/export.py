@@ -31,7 +31,7 @@ from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""Maps the name of each file of an export to the weights in this file."""
+"""The weights in each weights file of one folder of the export, by file name."""
 
 
 def export(
@@ -116,8 +116,8 @@ def export(
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
-    """Return the metadata of a weights file: the source's metadata, and the dtypes of weights with scales. For each further name of
-    a tied weight, the metadata also has the name under which the weight is written.
+    """Return the metadata of a weights file: the source's metadata, the dtype of each weight with scales, and for each omitted name
+    of a tied weight the name under which the weight is written.
     """
     names = {item.name for item in items}
     rest = {
@@ -144,8 +144,9 @@ def _index(files: Files) -> str:
 
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
-    """Return the weights files of each layout part with the weights in each file, split as huggingface_hub splits a state dict. A
-    weight and its scales stay together. Weight names lack the part's prefix. Raises UserError if the shard size can't be parsed.
+    """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. Returns the files of each weights
+    folder. A weight and its scales stay together. Weight names lack the folder's prefix. Raises UserError if the shard size can't
+    be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:

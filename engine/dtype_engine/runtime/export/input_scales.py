@@ -1,4 +1,4 @@
-"""The quantised activations that an export declares, and the NVFP4 input scales that it stores."""
+"""Decides for which layers an export requests quantised activations, and computes the input scales that NVFP4 stores."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Mark the items whose layers have quantised inputs. For formats in which a file stores a scale of these inputs, add the scale
-    to the items.
+    """Return the items (the weights to export), with quantised inputs declared for the layers that have them. Formats that store an
+    input scale also get this scale.
 
-    Inputs are quantised if `settings` request this, or if a weight is exported as stored and the source declares its inputs as
-    quantised. In the second case, the source's scale is kept. ranges: the largest |value| of the inputs of each weight, keyed by
-    weight name.
+    A layer's inputs are quantised if `settings` request this, or if its weight is exported as stored and the source declares
+    quantised inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight, by weight
+    name.
 
-    Fused siblings share the largest range, since they have the same inputs. A layer that no input has reached (an expert to which
-    no token was routed) gets the largest range of the layers whose names differ only in numbers. A part of a packed weight is not a
-    layer of the live model, so the range of its inputs is unknown; formats that store an input scale do not declare such inputs as
-    quantised.
+    Fused weights use the largest range among them, since they have the same inputs. A layer that was never called (an expert to
+    which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs several
+    items into one weight, the ranges of their inputs are unknown, and formats that store an input scale do not declare quantised
+    inputs for them.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -62,7 +62,7 @@ def with_quantised_inputs(
 
 
 def _declared(config: Mapping[str, Any] | None) -> frozenset[str]:
-    """Return the modules whose inputs a source's configuration declares as quantised, named as in the configuration."""
+    """Return the entries of a source's `quantization_config` (names or patterns of modules) that request quantised inputs."""
     said = (config or {}).get("quantization_config")
     groups = said.get("config_groups") if isinstance(said, dict) else None
     named = [
@@ -102,7 +102,7 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices of activations that loaders of the export do not quantise by the rules that the measurement used."""
+    """Return notices about activations that loaders of the export will not quantise in the same way as the measurement."""
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -51,13 +51,13 @@ class Part:
     folder: str = ""
     """The name of the folder in the export; "" for the top folder."""
     prefix: str = ""
-    """The prefix of this part's tensor names in the export. Names in the part's files lack this prefix."""
+    """The prefix of this folder's tensors in the export's plan, such as `unet.`. Names inside the folder's files lack it."""
     stem: str = "model"
     """The name of the weights file before `.safetensors`."""
     one_file: bool = False
-    """Whether this part has to be a single file, because its loader does not read shards."""
+    """Whether all weights must be in a single file, because the loader of this folder does not support shards."""
     config: dict[str, Any] | None = None
-    """The part's `config.json` if the cast changes it, because it names a dtype. If None, the file is copied or does not exist."""
+    """This folder's `config.json` if the cast changes it, because it names a dtype. None: the file is copied or does not exist."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -141,7 +141,7 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
-    """Return the diffusers class that a configuration names, or `otherwise` if that is not a valid class name."""
+    """Return a configuration's diffusers class, or `otherwise` if there is none or the entry is not a valid class name."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
 
@@ -173,7 +173,7 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files, except the weights that the export writes and the same weights in other file formats."""
+        """Collect a component's files, except its weights in any file format, which the export replaces."""
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

@@ -15,8 +15,8 @@ from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
-    """The values that `from_pretrained` of transformers loads, compared with the values from `load_pretrained`, in the words of the
-    README. `{wide}` is replaced by the dtype in `config.json`.
+    """Compares the values that transformers' `from_pretrained` loads with those that `load_pretrained` loads. Each member is a
+    sentence for the README, in which `{wide}` stands for the dtype in `config.json`.
     """
 
     SAME = "the same values"
@@ -30,18 +30,18 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LoaderFacts:
-    """The outcome of `from_pretrained` for one kind of weight, depending on the dtype that `config.json` names."""
+    """What transformers' `from_pretrained` loads for one kind of weight, without further arguments and with `dequantize=True`."""
 
     plain: Outcome
     """The outcome of `from_pretrained` without further arguments."""
     plain_same_in: Container[str]
-    """If `config.json` names one of these dtypes, `from_pretrained` without further arguments has the outcome `SAME` instead."""
+    """Exceptions to `plain`: if `config.json` names one of these dtypes, the outcome without further arguments is `SAME`."""
     dequantized: Outcome
     """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
-        """Return the outcome of loading if `config.json` names the dtype `wide`."""
+        """Return what `from_pretrained` loads, with or without `dequantize=True`, if `config.json` names the dtype `wide`."""
         if wide in (self.dequantized_same_in if dequantize else self.plain_same_in):
             return Outcome.SAME
         return self.dequantized if dequantize else self.plain
@@ -68,12 +68,11 @@ weight.
 
 
 Kind = tuple[str, bool]
-"""A format that other programs read, and whether its weights are experts that loading packs (True) or linear layers (False)."""
+"""A kind of weight: (format, whether the weight belongs to an expert). transformers packs experts, but not linear layers."""
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:
-    """Return two outcomes of `from_pretrained` for each kind of weight in an export: without further arguments, and with
-    `dequantize=True`.
+    """Return two outcomes of `from_pretrained` for each kind of weight: without further arguments, and with `dequantize=True`.
 
     wide: the dtype that `config.json` names.
     """
@@ -87,7 +86,7 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Return whether transformers reads all of these formats correctly, although it dequantizes all linear layers by one scheme."""
+    """Return whether `dequantize=True` works for these formats together: transformers uses one scheme for all linear layers."""
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True
     return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1

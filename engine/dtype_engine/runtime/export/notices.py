@@ -12,7 +12,7 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice of the weights that no other program can read."""
+    """Return a notice of the weights that are stored in a layout of this program only, or () if there are none."""
     own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
@@ -24,7 +24,7 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
 
 
 def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return notices of the tensors that no rule can cast and that are therefore exported as the source stores them."""
+    """Return notices of the tensors that stay as stored because no rule can cast them, with the reasons."""
     unplaced, fixed = [], []
     for item in items:
         placement = placements.get(item.name)
@@ -61,9 +61,7 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice of the first group of weights in several formats that some runtimes fuse into one. Such runtimes refuse the
-    export.
-    """
+    """Return a notice if runtimes will refuse the export because weights that they fuse have different formats, or ()."""
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

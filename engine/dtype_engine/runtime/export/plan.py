@@ -116,8 +116,8 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan every tensor of the checkpoint in the planned dtype of its place in the module. A tensor without a place stays as
-    stored. Raises UserError.
+    """Plan how each tensor of the checkpoint is exported: in the planned dtype of the model's tensor into which it is loaded (see
+    `placements`), or as stored if the model does not use it. Raises UserError.
     """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
@@ -205,8 +205,8 @@ def _item(
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Return whether other programs load a tensor of the files as the weight of a linear layer: it is either the weight of an
-    `nn.Linear` under the module's own name, or a part of packed experts.
+    """Return whether other programs load this tensor of the files as a linear layer's weight. It must be an `nn.Linear`'s weight
+    with the same name in the model, or belong to an expert that loading packs with others.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -244,7 +244,7 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns a live weight's codes and scales, or None if the stored values must be quantized."""
+    """Return a function that returns a live weight's codes and scales in `dtype`, or None if the export must compute them."""
     if dtype in dtypes.BLOCK_FORMATS:
         return None
     data, scale = weight.tensor.data, weight.scale

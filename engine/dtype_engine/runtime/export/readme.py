@@ -83,7 +83,7 @@ def _lost(lost: Sequence[ValueLoss]) -> list[str]:
 
 
 def loading_text(contents: Contents) -> str:
-    """Return a few sentences on the results of `load_pretrained` and of transformers 5's `from_pretrained` for an export."""
+    """Return sentences on the dtypes and values that `load_pretrained` and transformers' `from_pretrained` load from an export."""
     if contents.layout.kind != "model":
         return short(contents)
     if contents.config is None:
@@ -116,7 +116,7 @@ _ERRORS = (Outcome.FAILS_TO_LOAD, Outcome.FAILS_TO_RUN)
 
 
 def _kinds(contents: Contents) -> list[Kind]:
-    """Return the kinds of weights with scales that other programs read."""
+    """Return the distinct kinds of weights (see `Kind`) among those that other programs can read and that have scales."""
     return sorted({(item.dtype, bool(item.packed_into)) for item in contents.items if item.portable})
 
 
@@ -134,7 +134,7 @@ def _quantised_before(contents: Contents) -> str | None:
 
 
 def _theirs(contents: Contents) -> list[str]:
-    """Return the README's paragraphs on what `from_pretrained` of transformers 5 loads from the export."""
+    """Return the README's lines on what transformers' `from_pretrained` loads from the export."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
             f"Its weights are {escaped(how)} already, as they were in the source. `from_pretrained` of transformers, and",

@@ -13,9 +13,7 @@ from dtype_engine.runtime.export.layout import Layout
 
 
 def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a weight that would be stored with scales in an export whose loaders (such as diffusers or PEFT) don't
-    support scales.
-    """
+    """Raise UserError for a weight that would be stored with scales in an export for diffusers or PEFT, which can't load scales."""
     if layout.kind == "model":
         return
     loader = "PEFT" if layout.kind == "adapter" else "diffusers"
@@ -28,9 +26,7 @@ def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
 
 
 def refuse_unstored(items: Sequence[ExportTensor]) -> None:
-    """Raise UserError for a format that no checkpoint layout can store, and for two layouts that can't be named in one
-    `config.json`.
-    """
+    """Raise UserError for a format that no checkpoint layout supports, and for two layouts that one checkpoint can't combine."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
         blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None

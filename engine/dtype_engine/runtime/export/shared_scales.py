@@ -18,8 +18,9 @@ from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, shari
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """Give fused siblings among the items the scale that they share. canonical: maps tensor names in the files to names in the
-    model.
+    """Return the items (the weights to export), with a common scale for those that runtimes fuse, in formats with a tensor scale.
+
+    canonical: maps tensor names in the files to canonical names in the model.
     """
     cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
     shared: dict[tuple[str, ...], SharedScale] = {}
@@ -35,8 +36,9 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 def with_packed_scales(
     items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
 ) -> list[ExportTensor]:
-    """Mark the items that loading packs into one weight. If some of them share a scale of the packed weight, give them this scale.
-    Raises UserError for a part whose codes and scales would differ from those of the same values in the packed weight.
+    """Return the items (the weights to export) with `packed_into` set for those that loading packs into one weight. If the packed
+    weight has one scale for several of them, they get a common scale. Raises UserError if an item's own codes and scales would
+    differ from those in the packed weight.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]
@@ -67,8 +69,8 @@ def with_packed_scales(
 
 
 def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
-    """Raise UserError for a weight that would be stored with scales and whose shape in the checkpoint differs from its shape in the
-    model.
+    """Raise UserError for a weight that would get scales although its shape in the files differs from that in the model, for
+    example because loading transposes it.
     """
     info = tree.canonical(placement.name) if placement is not None else None
     if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:

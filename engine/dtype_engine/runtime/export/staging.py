@@ -26,7 +26,7 @@ ALONG = (
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Name patterns of the files that belong to a model in addition to its weights and its configuration."""
+"""Name patterns of the other files that an export copies: tokenizer, processor and generation files, model code, licences."""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
 """Number of bytes reserved for headers and small files."""

@@ -39,13 +39,12 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""Maximum time in seconds that the main thread waits at once. If a signal arrives just before a wait, it is handled after the wait.
-"""
+"""Longest wait of the main thread in seconds. Python handles a signal only between two waits."""
 
 
 class Progress:
-    """Counts the bytes written by all threads, and calls `on_bytes(done, total)` after each block. It then raises Cancelled if the
-    export is cancelled, and UserError if any of the source's `files` has changed.
+    """Counts the bytes that all threads have written. After each block, it calls `on_bytes(done, total)`, raises Cancelled if the
+    export is cancelled, and raises UserError if any of the source's `files` has changed.
     """
 
     def __init__(
@@ -106,10 +105,10 @@ def write_file(
     progress: Progress,
     lost: list[ValueLoss] | None = None,
 ) -> None:
-    """Write a safetensors file with these items. Several threads write different items at the same time.
+    """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    lost: a list to which this function adds the weights in which a cast loses values (see `ValueLoss`), in any order; if None, lost
-    values are not counted. Raises Cancelled, UserError and OSError.
+    lost: a list to which the weights whose casts lose values are added, in any order (see `ValueLoss`). If None, losses are not
+    counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -137,7 +136,7 @@ class _Target:
     progress: Progress
 
     def put(self, block: torch.Tensor, at: int) -> None:
-        """Write the bytes of a tensor at the offset `at`. Raises Cancelled, UserError and OSError."""
+        """Write a tensor's bytes at the file offset `at`, and report the progress. Raises Cancelled, UserError and OSError."""
         data = _as_bytes(block)
         _write(self.file, data.numpy().data, at)
         self.progress.wrote(len(data))
@@ -168,7 +167,7 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Write the values of an item in its dtype. If the cast loses values (see `ValueLoss`), add their counts to `lost`."""
+    """Cast values to the dtype of `item` and write them at `offsets`. If values are lost, add their counts to `lost`."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)
@@ -223,7 +222,7 @@ def _write_codes(
 
 
 def _shared_amax(item: ExportTensor) -> float | None:
-    """Return the largest |value| of all tensors that share this item's scale, or None if the item has a scale of its own."""
+    """Return the largest |value| of all tensors that have a common scale with this item, or None if its scale is not shared."""
     return item.shared.amax() if item.shared is not None else None
 
 
@@ -234,7 +233,7 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Write a tensor in a block format: packed codes, each chunk as it is quantized, then scales and the format's other tensors."""
+    """Quantize a tensor to a block format and write it: packed codes chunk by chunk, then scales and the format's other tensors."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing

@@ -16,8 +16,8 @@ from dtype_engine.runtime.formats.scales import Scales
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some quantized rows of a weight. A weight of several matrices is treated as one matrix, [rows, width], in which they are
-    stacked.
+    """Some consecutive rows of a weight, quantized. A weight with several matrices is treated as one matrix, [rows, width], in
+    which its matrices are stacked.
     """
 
     first: int
@@ -44,7 +44,7 @@ class Chunk:
 
 
 class BlockWork:
-    """Quantizes the chunks of a weight one after the other, in the same buffers, so that no chunk needs new memory.
+    """Quantizes one chunk (some rows) of a weight after another in the same buffers, so that no chunk needs new memory.
 
     rows, width: the size of the largest chunk. of_tensor: the scale of the whole tensor, or None if the format has no such scale.
     """
@@ -139,8 +139,8 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN by 0, because there is no code for NaN. The sum of all values is computed first: if it is not NaN, no value
-    is NaN.
+    """Replace each NaN by 0 in place, because no code represents NaN. If the sum of all values is not NaN, there is none to
+    replace.
     """
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)
@@ -152,9 +152,9 @@ def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch
 
 
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
-    """Divide a weight of `shape` into chunks of about `elements` elements, none of which ends within a block.
+    """Divide a weight of `shape` into chunks: groups of whole rows with about `elements` elements, which never split a block.
 
-    Yields two slices for each chunk: its rows of values, and its rows of scales. Both are counted over all matrices of the weight.
+    Yields (rows of values, rows of scales) for each chunk, as slices. Rows are numbered through all matrices of the weight.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

@@ -12,8 +12,8 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""Adding this factor times a rounding step to a float32 value, and subtracting it again, rounds the value to a multiple of the
-step, half to even, because the sum has no bits below the step.
+"""To round a float32 value to a multiple of a power of two, half to even, add this factor times the power of two and subtract it
+again. The sum is so large that all lower bits are rounded off.
 """
 
 
@@ -39,7 +39,7 @@ def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -> torch.Tensor:
-    """Return the codes [rows, width] from the form that `pack` returns."""
+    """Unpack codes: the inverse of `pack`. Returns the codes [rows, width]."""
     if packing == "none":
         return packed
     return unpack_words(packed, width, element.bits) if packing == "words" else unpack_nibbles(packed, width)
@@ -61,7 +61,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the e2m1 values, as float8_e4m3fn [rows, width], from the bytes that `pack_nibbles` returns."""
+    """Unpack e2m1 values: the inverse of `pack_nibbles`. Returns the values as float8_e4m3fn [rows, width]."""
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=2).flatten(1)[:, :width]
     magnitude = nibbles & 7
     bits = torch.where(magnitude >= 2, (magnitude + 12) << 2, magnitude * 0x30) | ((nibbles & 8) << 4)
@@ -79,7 +79,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
-    """Return the int8 codes [rows, width] from the words that `pack_words` returns."""
+    """Unpack codes: the inverse of `pack_words`. Returns int8 codes [rows, width]."""
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
     unsigned = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     return (unsigned.flatten(1)[:, :width] - (1 << (bits - 1))).to(torch.int8)

@@ -22,9 +22,7 @@ the largest dequantized value up to infinity.
 
 
 def tensor_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Return the scale (float32, 0-d) of a tensor, or the common scale of several tensors, whose largest |value| is `amax`. The
-    scale is 1 if it would be infinite.
-    """
+    """Return the tensor scale (float32, 0-d) of tensors whose largest |value| is `amax`, or 1 if it would be infinite."""
     scale = amax.to(torch.float32).clamp(min=torch.finfo(torch.float32).tiny).reciprocal() * (_SCALE * _ELEMENT)
     return torch.where(torch.isfinite(scale), scale.clamp(min=_LEAST), 1.0)
 

@@ -1,4 +1,4 @@
-"""Quantizing a whole weight in a block format: its codes and scales for a running model, and its parts in a file."""
+"""Quantizes a whole weight in a block format: to codes and scales for a running model, or to the tensors that a file stores."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def quantize_chunks(
     on_chunk: Callable[[BlockWork, Chunk], None],
     amax: float | None = None,
 ) -> torch.Tensor | None:
-    """Quantize a weight a chunk at a time; returns the scale of the whole tensor, or None if the format has no such scale.
+    """Quantize a weight one chunk (some rows) at a time. Returns the scale of the whole tensor, or None if the format has none.
 
     on_chunk: called with each chunk, in several threads and in no particular order. amax: the largest |value| of all tensors that
-    share the tensor scale; if None, this tensor has a tensor scale of its own.
+    share a tensor scale with this one; if None, it does not share its scale.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
@@ -80,8 +80,8 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
 
 
 def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
-    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: the block format, as a row of the
-    table in `core.dtypes` or a changed copy of such a row.
+    """Return a weight's values after quantizing and dequantizing, in the weight's dtype. element: the block format: an entry of
+    `core.dtypes` or a modified copy of one.
     """
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
@@ -95,9 +95,9 @@ def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
 
 
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and scales of a weight from its parts in a file, in the form that `quantize_blocks` returns.
+    """Convert the tensors with which a file stores a weight to codes and scales, in the form that `quantize_blocks` returns.
 
-    parts: the tensors of the file, keyed by the suffixes that `core.block_formats.parts` lists.
+    parts: these tensors, keyed by the suffixes that `core.block_formats.parts` lists.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Rows(Protocol):
-    """A matrix or a flat tensor that need not be in memory. Several threads read slices of its rows or elements."""
+    """A matrix or a flat tensor whose rows or elements are read by slicing, possibly from a file and in several threads."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -35,7 +35,7 @@ class Rows(Protocol):
 
 
 class Values(Protocol):
-    """The properties and methods that a torch tensor and `FileValues` (a tensor's values in a file) have in common."""
+    """The interface that torch tensors and `FileValues` (a tensor in a file) have in common."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -67,7 +67,7 @@ def chunk_elements(device: torch.device) -> int:
 
 
 def row_slices(rows: Rows | torch.Tensor) -> list[slice]:
-    """Divide the rows of a matrix, or the elements of a flat tensor, into slices of about `chunk_elements` elements."""
+    """Divide a matrix by rows, or a flat tensor by elements, into slices of about `chunk_elements(device)` elements."""
     count = rows.shape[0]
     step = max(1, chunk_elements(rows.device) // max(1, math.prod(rows.shape[1:])))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]

@@ -1,4 +1,4 @@
-"""Calibration inputs: the arguments of the forward passes of the reference and the candidate. A call is one such forward pass.
+"""Calibration inputs: batches, each with the arguments of one forward pass of the reference and of the candidate.
 
 `build` chooses the kind of input for a model. `text`, `images`, `audio` and `multimodal` create the inputs, with the preprocessing
 in the model's folder. `tensor_files` reads the arguments of the forward pass from a file, and `validate` checks these arguments.

@@ -45,7 +45,7 @@ def sound_argument(model: LiveModel) -> str | None:
 
 
 def sound_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return the inputs: one call of the model for each audio file, with tokens for the decoder if the model has a decoder.
+    """Return inputs with one batch for each audio file, including tokens for the decoder if the model has one.
 
     Raises UserError for an audio file that can't be used, and NoForward if no audio can be created for the model.
     """
@@ -93,9 +93,8 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the decoder's arguments for each call, and phrases that state how these arguments were created. There is one call for
-    each text of the user or, without texts, a single call with random tokens. Without a decoder, the arguments are empty. Raises
-    UserError.
+    """Return the decoder's arguments for each batch, and phrases that say how they were created. There is one batch for each of the
+    user's texts or, without texts, one with random tokens. Without a decoder, the arguments are empty. Raises UserError.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)

@@ -1,4 +1,4 @@
-"""The inputs of a single call of the model, and of all calls."""
+"""The inputs of one forward pass (a batch), and all inputs of a measurement."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from dtype_engine.runtime.model.torch_private import WithoutModes
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """The inputs of one call of the model."""
+    """The inputs of one forward pass."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
-    """The token that a language model should predict at each position: int64 [batch, positions], with -100 for no token."""
+    """The correct next token at each position, or -100: int64 [batch, positions]. None if the model predicts no tokens."""
     text: str | None = None
-    """The text of the call for display, or None if it is unknown."""
+    """The text from which the inputs were made, for display, or None if it is unknown."""
     about: str | None = None
-    """A description of the picture or audio in the call."""
+    """A description of the picture or audio in this batch, or None if it has none."""
 
     @property
     def elements(self) -> int:
-        """The number of elements in all tensors of this call. The duration of a forward pass is estimated from this number."""
+        """The number of elements in all tensors of this batch. The duration of a forward pass is estimated from it."""
         return sum(tensor.numel() for _, tensor in self.named_tensors())
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -67,23 +67,24 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of all calls."""
+    """All batches of inputs on which a model is run."""
 
     batches: tuple[Batch, ...]
     description: str
     """A short description of these inputs for the screen."""
     tokenizer: Any = None
     made: bool = True
-    """True if this program created the tensors of the inputs, for example from text; False if the user provided the tensors."""
+    """Whether this program created the tensors, for example from text. False if the user provided tensors."""
     prompts: bool = False
-    """Whether each call is a whole prompt, which generation can continue."""
+    """Whether each batch is a whole prompt, which text generation can continue."""
     made_of: tuple[str, ...] = ()
-    """Phrases that state how each part of the inputs was created."""
+    """Phrases that say how the text, images, audio or decoder tokens of these inputs were created."""
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Convert a user's value to inputs: a mapping (keyword arguments), a tuple (positional arguments), a single argument (a tensor,
-    a packed sequence or a dataclass), or a list of such calls. Raises UserError for anything else.
+    """Convert a user's value to inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple (positional
+    arguments) or a single argument (a tensor, a packed sequence or a dataclass); for several, it is a list of these. Raises
+    UserError for anything else.
     """
     several = values if isinstance(values, list) else [values]
     batches = []

@@ -1,4 +1,4 @@
-"""The inputs for a model: those that the user provided, or inputs created to suit the model's folder and configuration."""
+"""Builds a model's inputs: from what the user provided, or else inputs that suit the model's folder and configuration."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs in which each call of the model has a picture and a text. If the user provided no picture and none can be
-    created for a language model, the calls have only text.
+    """Return inputs with a picture and a text in each batch. For a language model for which no picture can be created, and if the
+    user provided none, return inputs with text only.
     """
     try:
         return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
@@ -91,9 +91,7 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
 
 
 def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with one call of the model for each audio file. Each call has all of the texts, because the model compares
-    audio with texts.
-    """
+    """Return inputs with one batch per audio file. Each batch has all texts, because the model compares audio with texts."""
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
     rows, shown, how = text_rows(model, texts, given)
@@ -107,8 +105,10 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """Add a note that lists the text options which have no effect, because each picture is combined with one whole prompt. Such
-    options are not an error, because they may come from a configuration file for all models.
+    """If the user set options that have no effect on inputs with pictures, add a note that lists them.
+
+    Such options (chat format, length and number of sequences) are no error, because they may come from a configuration file for all
+    models.
     """
     text_options = (
         ("--chat", options.chat),

@@ -29,9 +29,7 @@ _SIDE = 224
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
 """The image formats that are accepted. For some other formats, such as PostScript, Pillow starts an external program."""
 _PATCHES = 4
-"""Width and height of a synthetic picture for models that accept pictures of any size, counted in merged patches (groups of patches
-that become one token).
-"""
+"""Width and height, in tokens, of a synthetic picture for models that accept pictures of any size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Picture:
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return one call for each picture, for a model that accepts pictures alone or with decoder tokens. Raises UserError."""
+    """Return inputs with one batch per picture, for a model without text input. A decoder gets random tokens. Raises UserError."""
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)
@@ -62,7 +60,7 @@ def described(pictures: list[Picture], options: Options) -> str:
 
 
 def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
-    """Return the user's pictures or a synthetic one, ready for the model, and phrases that state how they were created.
+    """Return the user's pictures or a synthetic one, preprocessed for the model, and phrases that say how they were created.
 
     Raises UserError for a picture that can't be used, and NoForward if the model's processor returns no pixels.
     """
@@ -209,8 +207,8 @@ def _about(image: Image, name: str) -> str:
 
 
 def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the decoder's arguments for a model that encodes pictures or audio, and phrases that state how they were created. Both
-    are empty without a decoder. tokens: the token ids [positions]; if None, the decoder's start token and random tokens are used.
+    """Return the decoder's arguments for a model that encodes pictures or audio, and phrases that say how they were created. If the
+    model has no decoder, both are empty. tokens: the token ids [positions]; if None, the decoder's start token and random tokens.
     """
     config = model.module.config
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in parameters(model.module):

@@ -45,7 +45,7 @@ def image_token(model: LiveModel) -> int | None:
 
 
 def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return calls with pictures and texts, for a model that accepts both. Raises UserError and NoForward."""
+    """Return inputs with pictures and texts, for a model that accepts both. Raises UserError and NoForward."""
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _compared(model, options, pictures, made_of)
@@ -64,9 +64,10 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str, Any], str | None, str]:
-    """Return the texts as padded rows of one call, the text for display, and a phrase that states how the rows were created.
+    """Return the texts as arguments with one padded row per text, the text for display, and a phrase that says how they were
+    created.
 
-    Raises UserError if the user provided the texts and the model has no tokenizer.
+    given: whether the user provided the texts. If so and the model has no tokenizer, raises UserError.
     """
     names = parameters(model.module)
     tokenizer = tokenizer_of(model)
@@ -99,7 +100,7 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
-    """Return one call with all pictures and all texts, for a contrastive model."""
+    """Return inputs for a contrastive model: a single batch with all pictures and all texts."""
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given)
     shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
@@ -115,8 +116,8 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
-    """Return inputs with one call of the model for each pair of a picture and a prompt. The text has one image token for each
-    feature of the picture.
+    """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The text has one image token
+    for each feature vector of the picture.
     """
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
@@ -161,8 +162,8 @@ def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str)
 
 
 def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: int) -> tuple[dict[str, Any], str]:
-    """Return the arguments for a picture and a prompt, created without the model's processor, and a phrase that states how the text
-    was created. The text has as many image tokens as the model computes picture features.
+    """Build the arguments for a picture and a prompt without the model's processor. Returns them and a phrase that says how the
+    text was created. The text has as many image tokens as the model computes feature vectors for the picture.
     """
     config = model.module.config
     names = parameters(model.module)

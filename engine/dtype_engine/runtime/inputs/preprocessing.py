@@ -78,7 +78,7 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Call `load` on the model's folder and return its result, or None if the folder has none of `files`. Raises `_FAILURES`."""
+    """Return `load(folder, ...)` for the model's folder, or None if it has none of `files`. Raises one of `_FAILURES`."""
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None
@@ -106,7 +106,7 @@ def vocabulary(model: LiveModel) -> int | None:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the processor results that are arguments of the forward pass. A list of tensors is stacked into one tensor."""
+    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one."""
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {

@@ -1,4 +1,4 @@
-"""The inputs as plain data, with one row for each call, for the screen and for JSON."""
+"""The inputs as plain data, with one row for each batch, for the screen and for JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def summarize(inputs: Inputs) -> InputsSummary:
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:
-    """Return enough of the calls to check whether the model runs on all of them. If the user provided the tensors, this is the
-    first call of each combination of shapes and dtypes. If this program created the tensors, it is only the first call, because all
-    calls were created by the same rule.
+    """Return some batches that suffice to check whether the model runs on all of them. If the user provided tensors, these are the
+    first batch of each combination of shapes and dtypes. If this program created the tensors, it is only the first batch, because
+    all batches were created in the same way.
     """
     if inputs.made:
         return list(inputs.batches[:1])
@@ -46,7 +46,7 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def _positions(batch: Batch) -> int | None:
-    """Return the number of token positions in a call (in the decoder, if it has its own tokens). Returns None without tokens."""
+    """Return the number of token positions in a batch (in the decoder, if it has its own tokens), or None without tokens."""
     for name in ("decoder_input_ids", "input_ids"):
         ids = batch.kwargs.get(name)
         if isinstance(ids, torch.Tensor):

@@ -26,7 +26,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, to
 
 
 def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
-    """Read the calls in a `.safetensors`, `.npz` or `.pt` file. Token ids become int64.
+    """Read the arguments of one or several forward passes (calls) from a `.safetensors`, `.npz` or `.pt` file. Token ids become
+    int64.
 
     A call is a dictionary of arguments, a tuple of arguments, or a single tensor. A `.pt` file may hold a list of calls. In the
     other formats, tensor names begin with the number of the call if there are several (`0.input_ids`, `1.input_ids`). Raises
@@ -109,7 +110,7 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return named tensors as a list of calls if every name begins with a number, and as a single call otherwise."""
+    """Divide named tensors among several forward passes if every name begins with a number. Otherwise, return all as one."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}
@@ -123,7 +124,7 @@ def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _checked(path: Path, value: Any) -> Any:
-    """Return the content of a pickle if it is one call of a model or a list of calls. Raises UserError for anything else."""
+    """Return the content of a pickle if it holds the arguments of one or several forward passes. Raises UserError otherwise."""
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise UserError(f"{path} has no tensors")
@@ -137,7 +138,7 @@ def _checked(path: Path, value: Any) -> Any:
 
 
 def _as_ids(batch: Batch) -> Batch:
-    """Return the same call with token ids in int64, the dtype that embeddings accept."""
+    """Return the same batch with token ids in int64, the dtype that embeddings accept."""
     kwargs = {
         name: value.long()
         if name in ID_ARGUMENTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS

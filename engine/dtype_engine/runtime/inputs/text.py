@@ -188,7 +188,7 @@ def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: s
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Return the texts for a model that also accepts a picture or audio, and whether the user provided them. Raises UserError."""
+    """Return the texts to combine with pictures or audio, and whether the user provided them. Raises UserError."""
     texts = []
     for sample in text_samples(options):
         if sample.messages:
@@ -198,7 +198,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return one call of the model, whose input is a single sequence of token ids [positions]."""
+    """Return a batch with a single sequence of token ids [positions] as the input."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -212,9 +212,9 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Add the tokens that a causal language model should predict to inputs that the user provided as tensors.
+    """Add the correct next tokens to inputs that the user provided as tensors for a causal language model.
 
-    These tokens are the call's labels or, if the call has no labels, its token ids. Padding (attention mask 0) has no next token.
+    They are taken from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """
     return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 

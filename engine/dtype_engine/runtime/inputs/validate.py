@@ -21,7 +21,7 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 
 
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
-    """Check a call against the signature of the forward pass and the model's configuration.
+    """Check a batch against the signature of the model's forward pass and its configuration.
 
     where: the origin of the inputs, with which error messages begin. Raises UserError for unknown and missing arguments and for
     tensors whose dtype or shape the model does not accept.

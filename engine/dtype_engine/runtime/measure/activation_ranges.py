@@ -26,7 +26,7 @@ def input_ranges(
     cancelled: IsCancelled,
     behavior: ModelBehavior,
 ) -> dict[str, float]:
-    """Return the largest finite |input value| of the linear layer of each weight in `weights`, over all passes of the candidate.
+    """Run the candidate over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
 
     The candidate runs as currently cast, under `settings`. Inputs are measured before they are rounded. Layers that are not called
     are omitted. Raises NoForward, KernelError, Cancelled.

@@ -42,8 +42,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
-"""Maximum number of parts to measure, with one pass for each part and batch. If a model has more modules, subtrees are measured,
-and those with the most drift are split.
+"""Maximum number of passes per batch. If a model has more modules than this, subtrees are measured, and those with the most drift
+are split.
 """
 ENOUGH_POSITIONS = 256
 """Batches are run until at least this many output rows have been compared."""
@@ -55,7 +55,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of the model: the modules at or below `name` that themselves run operations which use weights."""
+    """A module, or a subtree: the modules at or below `name` that themselves run operations with weights, listed in `modules`."""
 
     name: str
     modules: tuple[str, ...]
@@ -63,21 +63,21 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The results for one part: the drift of the main output in the report's unit, and the SQNR of the part's own output in dB."""
+    """The results for one module or subtree: the drift of the main output in the report's unit, and its own output's SQNR in dB."""
 
     drift: float
     local_sqnr_db: float | None
 
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
-"""A function that measures parts of the model in any order, and yields the index and the result of each part."""
+"""A function that measures the given modules or subtrees in any order, and yields the index and the result of each."""
 
 
 @dataclass(slots=True)
 class _Base:
-    """The reference's results for one batch: the main output, the outputs of modules, and the cache of reusable outputs.
+    """What the reference produced for one batch: the main output, the outputs of modules, and outputs to reuse in later passes.
 
-    uses: for each module, the number of calls that had finished before its first operation on a drifting weight.
+    uses: for each module, how many module calls had finished before it first used a weight whose cast changes the results.
     """
 
     batch: Batch
@@ -91,8 +91,8 @@ class _Base:
 
 @dataclass
 class Attribution:
-    """Attributes the drift of the currently cast model to its parts. `report` measures all parts. `measure` measures a single part,
-    for a `report` in another process.
+    """Attributes the drift of the currently cast model to its modules. `report` measures all of them. `measure` measures a single
+    one, for a `report` that runs in another process.
     """
 
     model: LiveModel
@@ -111,7 +111,8 @@ class Attribution:
         cancelled: IsCancelled = never,
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
-        """Measure every part, in this process or with the function `elsewhere`. `on_progress(done, total)` counts parts.
+        """Measure every module or subtree, in this process or with the function `elsewhere`. `on_progress(done, total)` counts
+        them.
 
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
@@ -143,7 +144,7 @@ class Attribution:
         )
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Measure one part. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
+        """Measure one module or subtree. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
         with self._runner(cancelled) as runner:
             if not self._bases:
                 self._run_reference(runner)
@@ -154,7 +155,7 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The `id`s of the weights whose operations differ from those of the reference."""
+        """The `id`s of the weights whose casts change results: the weight or the activations multiplied by it are rounded."""
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -183,7 +184,7 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
-        """Measure each module if there are few enough. Otherwise, measure subtrees, and split those that drift most."""
+        """Measure each module or, if there are too many, subtrees, of which those that drift most are split further."""
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -209,7 +210,7 @@ class Attribution:
     def _measured(
         self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
     ) -> list[Contribution]:
-        """Return the contributions of parts, in the order of `parts`, although parts may finish in any order."""
+        """Measure modules or subtrees. Returns their contributions in the same order, although workers may finish in any order."""
         found: dict[int, Contribution] = {}
         for index, measured in run(parts):
             part, drift = parts[index], measured.drift
@@ -225,8 +226,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Return the unit and the drift of the main output if only `part` is cast (if None, everything), and the SQNR of the part's
-        own output if the part is a single module.
+        """Run the model with only the casts of `part` (if None, all casts). Returns the unit and the drift of the main output, and
+        the SQNR in dB of the module's own output if `part` is a single module.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
@@ -275,7 +276,7 @@ class _LocalError(ModuleObserver):
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a subtree into its children. If a subtree has only one child, split this child instead."""
+    """Split a subtree into its children, each with its modules. While there is only one child, split this child instead."""
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

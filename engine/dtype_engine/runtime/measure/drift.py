@@ -67,7 +67,7 @@ class DriftMeter:
     settings: RunSettings = field(default_factory=RunSettings)
     budget: int = field(default_factory=budget_for)
     working: int = field(default_factory=memory_budget)
-    """Maximum number of bytes of the reference's outputs for one sequence while this sequence is being compared."""
+    """Maximum number of bytes of reference outputs for the sequence being compared, used even if they exceed `budget`."""
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
@@ -75,9 +75,9 @@ class DriftMeter:
     candidate: LiveModel | None = None
     """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about `candidate` that its passes have shown, if `candidate` is not `model` itself."""
+    """What passes of `candidate` have shown about it, if it is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
-    """By sequence: the outputs of the candidate's last pass, and whether modules were compared in that pass."""
+    """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
     """The numbers of module calls per pass; see `MeasurementProgress`."""
@@ -92,8 +92,7 @@ class DriftMeter:
         self._routing = Routing.of(self.model)
 
     def measure(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> RunningTotals:
-        """Run the measurement and return its totals: those over all sequences, or the first totals that have the precision which
-        the listener requests.
+        """Measure until all inputs were run, or until the metrics are as precise as the listener requires. Returns the totals.
 
         cancelled: a function that returns True to stop the measurement, used only without a listener. Raises NoForward,
         KernelError, Cancelled.
@@ -177,7 +176,7 @@ class DriftMeter:
                 yield totals
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        """Return the runners of the reference and the candidate, which `stack` closes. They are the same for a single model."""
+        """Return the runners of the reference and the candidate, which `stack` closes. For a single model, they are the same."""
         reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
         if self.candidate is None or self.candidate is self.model:
             return reference, reference
@@ -189,7 +188,7 @@ class DriftMeter:
     def _expect(
         self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
     ) -> None:
-        """Report to `progress` which passes remain."""
+        """Tell `progress` over which sequences the reference and the candidate still have to run."""
         every = (listener.all_modules or never)()
         steps = {
             step.number: step.compares_modules,
@@ -209,7 +208,7 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer that compares modules in the candidate's pass, or None if modules are not compared."""
+        """Return the observer that compares module outputs in the candidate's pass, or None if this step compares no modules."""
         if not step.compares_modules or reference.modules is None:
             return None
         routing = RoutingComparer(self._routing, reference.choices)
@@ -222,7 +221,7 @@ class DriftMeter:
         return ModuleComparer(reference.modules, report, kept, routing)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
-        """Run the candidate on one sequence, reusing outputs unchanged since the last measurement, and keep the new outputs."""
+        """Run the candidate on one sequence. Module outputs that can't have changed since the last measurement are reused."""
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),
@@ -270,7 +269,7 @@ class DriftMeter:
 
 
 def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torch.Tensor:
-    """Return the main output of a candidate's pass. Raises NoForward if its name or shape differs from the reference's."""
+    """Return the main output of a candidate's pass. Raises NoForward if the reference's main output has another name or shape."""
     name, output = main_output(ran.output)
     if name != reference.output_name or output.shape != reference.output.shape:
         raise NoForward(

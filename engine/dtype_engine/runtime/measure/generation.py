@@ -17,16 +17,16 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""A function that is called as `on_tokens("reference" | "candidate", done, most)`: the number of generated tokens, and the maximum
-number for both runs over all prompts. A text that ends early is counted with its full length.
+"""A progress callback, called as `on_tokens("reference" | "candidate", done, most)` with the number of generated tokens and its
+maximum, over both runs of all prompts. If a text ends early, its missing tokens count as generated.
 """
 
 
 def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
-    """Continue every prompt of the user with the reference and with the candidate, by at most `tokens` greedy tokens.
+    """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
 
-    If the user gave no prompts, only the first sequence is continued: calibration text after its first `PROMPT_TOKENS`, or a
-    caption for an image. Raises NoForward if the model can't generate, and the errors of a measurement.
+    If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
+    for which a caption is generated. Raises NoForward if the model can't generate, and the errors of a measurement.
     """
     module = runner.model.module
     can = getattr(module, "can_generate", None)
@@ -84,7 +84,7 @@ def _write(
     began: list[int] = []
 
     class Progress(StoppingCriteria):  # type: ignore[misc]
-        """Reports progress and raises Cancelled. It never stops the generation itself."""
+        """A stopping criterion that never stops the generation, but reports its progress and raises Cancelled."""
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
             if runner.cancelled():

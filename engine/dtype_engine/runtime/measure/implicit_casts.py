@@ -33,7 +33,7 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
     """Combine casts with the same module, operation and dtypes. Casts to float64 come first, then those with the most elements.
 
-    A float64 input or weight silently widens all later operations, which is rarely intended.
+    Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
     """
     sums: dict[tuple[str, str, str, str, bool], tuple[int, int]] = {}
     for cast in casts:

@@ -33,7 +33,7 @@ class MeasurementListener:
     on_modules: OnModules | None = None
     """A function that is called with the modules whose metrics have changed, at most once a second within a pass."""
     on_sequence: OnSequence | None = None
-    """A function that is called after every sequence with the running totals. This object changes with the next sequence."""
+    """A function that is called after every sequence with the running totals, an object that later sequences change."""
     cancelled: IsCancelled = never
     """A function that is called between module calls. If it returns True, the measurement raises Cancelled."""
     precision: Callable[[], float | None] | None = None
@@ -41,7 +41,7 @@ class MeasurementListener:
     None to run all inputs. If not set, `Session.drift` uses the value in its options.
     """
     all_modules: Callable[[], bool] | None = None
-    """A function that is called before each pass and after the last, and returns whether to compare modules in every sequence
-    instead of only in some. If it returns True at the end, sequences without this comparison run again. If not set, `Session.drift`
-    uses its options.
+    """A function that returns whether to compare modules in every sequence instead of only in some. It is called before each pass
+    and at the end. If it then returns True, the sequences without module comparison run again. If not set, `Session.drift` uses its
+    options.
     """

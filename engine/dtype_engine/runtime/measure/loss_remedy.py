@@ -21,14 +21,14 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""A function that returns what a cast of the tensor with this canonical name to this dtype loses, or None if it loses nothing."""
+"""`count(name, dtype)` returns what a cast of the tensor with this canonical name loses, or None if it loses nothing."""
 OnTrial = Callable[[int, int], None]
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """Return rules for the losses that are more than rounding, without measuring the rules, or None if there are no such losses.
+    """Return rules that keep the values which casts lose, with no measurement of their effect, or None if values are only rounded.
 
-    reason: why the rules are not measured.
+    reason: why the effect is not measured.
     """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
@@ -47,9 +47,10 @@ def tried_remedy(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Return rules for the losses in a report, with the drift under these rules measured over the same sequences, or None.
+    """Return rules that keep the values which casts lost, with the drift under these rules over the same sequences as in `report`,
+    or None if values are only rounded.
 
-    If the nearest dtypes do not reduce the drift, the tensors are also tried as stored, and the rules with the lower drift are
+    If the nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
     returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
     """
     first = untried_remedy(tree, plan, report.lost, count, "")
@@ -70,7 +71,7 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype nearest to `dtype` that only rounds a tensor's values, or `STORED` if no narrower dtype than stored does."""
+    """Return the nearest dtype in which the values are only rounded, or `STORED` if none has fewer bits than the stored dtype."""
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
@@ -103,7 +104,7 @@ def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
 
 
 def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
-    """Yield patterns that match a tensor and, besides it, only tensors in `wanted`. One pattern is always the tensor's own name."""
+    """Yield (pattern, matched tensors) for patterns that match `name` and no tensor outside `wanted`. One is `name` itself."""
     for pattern in generalisations(name):
         taken = set(select(tree, pattern).tensors)
         if name in taken and taken <= wanted:

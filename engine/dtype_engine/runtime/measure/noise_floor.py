@@ -32,7 +32,7 @@ ENOUGH_POSITIONS = 256
 """Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
-"""Number of runs per batch that progress counts: the reference, the other attention, and the batch of two as two runs."""
+"""Runs that progress counts for each batch: the reference, another attention kernel, and a doubled batch (counted as 2)."""
 
 
 def measure_noise_floor(
@@ -74,7 +74,7 @@ def measure_noise_floor(
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
-    """Estimate how many batches will be run, from the number of positions in the batches done."""
+    """Estimate how many batches are needed for `ENOUGH_POSITIONS`, if the first `done` batches had `positions` positions."""
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 
@@ -101,15 +101,15 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield each variant of the reference: its name, and its main output in the reference's shape, or None if it fails."""
+    """Rerun the reference in each variant. Yields the variant's name and its main output, or None if it fails."""
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run a variant whose batch has each input `times` times. Returns its main output for the first copy, or None if the output
-    does not consist of `times` equal parts.
+    """Run a batch in which each input is repeated `times` times. Returns the main output of the first copy, or None if the run
+    fails or the copies have different outputs.
     """
     try:
         output = main_output(_run(runner, batch))[1]

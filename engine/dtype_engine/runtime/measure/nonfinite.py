@@ -43,7 +43,7 @@ _MOST_WEIGHTS = 8
 
 @dataclass(slots=True)
 class _NonFiniteOp:
-    """An operation that returned non-finite values for finite arguments, or that used a non-finite weight."""
+    """An operation at which non-finite values arise: its arguments are finite but not its result, or its weight is not finite."""
 
     module: str
     operation: str
@@ -55,10 +55,10 @@ class _NonFiniteOp:
 
 
 class _OpObserver(TorchFunctionMode):
-    """Checks the result of every operation in a pass. It is entered around the pass's own mode.
+    """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
 
     Attributes:
-        observed: the pass's mode, which knows the running module.
+        observed: the pass's own mode, which knows the running module.
         events: non-finite operations and the names of finished modules, in order.
         largest: the largest finite |value| of the results, keyed by (module, operation).
     """
@@ -72,7 +72,7 @@ class _OpObserver(TorchFunctionMode):
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Set the mode to observe, and return this observer, which must be entered before that mode."""
+        """Set the pass's mode, and return this observer. It is used as `PassOptions.around`."""
         self.observed = mode
         return self
 
@@ -110,7 +110,7 @@ class _OpObserver(TorchFunctionMode):
         return result
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return the first number that is infinite in `dtype`, else the last number in this module that became zero, or None."""
+        """Return the first of `numbers` that is infinite in `dtype`, else the last one that became 0 in this module, or None."""
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
             if not bool(torch.isfinite(held)):
@@ -120,14 +120,14 @@ class _OpObserver(TorchFunctionMode):
         return self._vanished.get(module)
 
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
-        """If a tensor is a weight with non-finite values, return that weight; otherwise, return None."""
+        """Return the weight that a tensor is, if this weight has non-finite values. Otherwise return None."""
         weight = self.weights.get(id(tensor))
         return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
 
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """Adds each finished module's name to the events of `operations`, and collects modules with non-finite outputs in `names`."""
+    """Appends each finished module's name to `operations.events`. `names` are the modules with non-finite outputs."""
 
     operations: _OpObserver
     names: set[str] = field(default_factory=set)
@@ -228,7 +228,7 @@ def _diagnosis(
 def _find_culprit(
     runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
 ) -> tuple[_NonFiniteOp | None, float | None, str]:
-    """Return the culprit, its largest |result| in the reference, and the first module with a non-finite output."""
+    """Return the operation at which non-finite values arise, its largest |result| in the reference, and the first bad module."""
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -267,8 +267,8 @@ def _find_culprit(
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Return the drift of the output under a recipe, or None if the model can't be run or a value is not finite. `what` decides
-    whether only the output or also every module has to be finite.
+    """Measure the drift of the output under a recipe. Returns None if the model can't be run, or if the output (`what="modules"`:
+    the output or any module) is not finite.
     """
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:
@@ -289,8 +289,9 @@ def _better_in_float32(
 
 
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
-    """Yield rules to try, each wider than the one before: the weight, the module, and its ancestors. For a numbered layer, a rule
-    for this layer and all later ones follows. The last two rules cast everything, first to bfloat16, then to float32.
+    """Yield rules to try as a remedy, from narrow to wide: for the culprit's weight, its module, and the modules above it. Inside a
+    list of numbered layers, a rule for the layer and all later ones is added. The last two rules cast the whole model, first to
+    bfloat16, then to float32.
     """
     patterns: list[str] = []
     if culprit is not None:
@@ -326,7 +327,7 @@ def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
 
 
 def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the float arguments of a call, then the function's default values, since an epsilon is usually a default."""
+    """Yield the float arguments of a call, and the default values of omitted arguments, since an epsilon is usually a default."""
     yield from (value for value in (*args, *kwargs.values()) if isinstance(value, float))
     code, names = getattr(func, "__code__", None), getattr(func, "__defaults__", None) or ()
     if code is not None:
@@ -337,7 +338,7 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Return whether all non-finite values are -infinity and come from adding to the dtype's lowest value, as masks do."""
+    """Return whether the non-finite values are masks: all are -infinity, and an argument was about the dtype's lowest value."""
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]
     return smallest_given <= 0.99 * lowest and bool(torch.isneginf(odd).all())

@@ -19,15 +19,15 @@ class Step:
     compares_modules: bool
     """Whether modules are compared in this sequence. If False, only the main output is compared."""
     left: tuple[int, ...]
-    """The numbers of the sequences that are planned after the sequence of this step."""
+    """The numbers of the sequences that remain after this step."""
 
 
 class MeasurementPlan:
-    """The steps of a measurement over `batches`.
+    """Plans which sequences a measurement runs, and in which of them modules are compared.
 
-    order: the sequence numbers in the order of running. outline: names of the modules watched in sequences without module
-    comparison, or None (all modules) before the first full pass. cached: names of the modules in `outline` whose outputs are kept
-    for later.
+    order: the sequence numbers in the order of running. outline: names of the modules that are observed in sequences without module
+    comparison, or None (all) until a full pass has been run. cached: the modules of `outline` whose outputs later measurements may
+    reuse.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -51,7 +51,7 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether the plan compares modules in a sequence, even if the listener does not request this."""
+        """Return whether the plan compares modules in a sequence even if the listener does not request all modules."""
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:
@@ -59,8 +59,8 @@ class MeasurementPlan:
         return None if step.compares_modules else self.outline
 
     def add_calls(self, finished: Sequence[str], spans: Sequence[int], main: Collection[str]) -> None:
-        """Compute `outline` from the calls of the first pass that watched all modules. main: the modules that returned the main
-        output. Their outputs are not kept for the next measurement, because they are the largest and nothing runs after them.
+        """Choose the modules for `outline` from the calls of the first pass that observed all modules. main: the modules that
+        returned the main output. Their outputs are not kept for reuse, because they are the largest and no module runs after them.
         """
         if self.outline is None:
             self.outline = outline(finished, spans)

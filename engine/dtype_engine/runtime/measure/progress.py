@@ -16,8 +16,10 @@ _IGNORES = ModuleObserver()
 
 
 class MeasurementProgress(ModuleObserver):
-    """Observes every pass of a measurement and reports how many input elements are done, counted over all passes. The share of the
-    current pass is estimated from its finished module calls. All outputs are passed on to the observer given to `begin_pass`.
+    """Observes every pass of a measurement and reports how many input elements are done, counted over all passes.
+
+    The finished fraction of the current pass is estimated from its module calls. All outputs are passed on to the observer given to
+    `begin_pass`.
 
     calls: the number of module calls in a pass that watches all modules (True) or only some (False), if known; it is updated after
     each pass. modules: the number of the model's modules, used as an estimate before the first pass.
@@ -36,10 +38,9 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the sequences that remain, starting with the next one. with_reference: those of them over which the reference also
-        runs.
+        """Set the remaining sequences, starting with the next one. with_reference: those on which the reference also has to run.
 
-        rest: the estimated share of the remaining work that will be done. The total never grows merely because this estimate grows.
+        rest: the estimated fraction of the remaining work that is needed. If this estimate grows, the reported total does not.
         """
         self._end_pass()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -47,7 +48,7 @@ class MeasurementProgress(ModuleObserver):
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> None:
-        """Start counting a pass over a sequence. The previous pass has ended."""
+        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the previous pass."""
         self._end_pass()
         self._observer = observer or _IGNORES
         self._run, self._number, self._all = run, number, every_module
@@ -64,7 +65,7 @@ class MeasurementProgress(ModuleObserver):
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Pass the stored result of a module call that is not run again on to the observer, and count the call as finished."""
+        """Count a module call that was skipped as finished, and pass its result from an earlier pass on to the observer."""
         self._observer.replay(module, observed)
         self._call_finished()
 

@@ -1,4 +1,4 @@
-"""The totals of a running measurement: sums for every sequence. Metrics are computed from them on request."""
+"""Collects the results of a running measurement, sequence by sequence, and computes metrics over them on request."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class ReferenceRecord:
 
 
 class RunningTotals:
-    """The totals over all sequences added until now. They do not depend on the order in which sequences were added.
+    """The results of all sequences that were added. Metrics do not depend on the order of adding.
 
     output: the main output of the first sequence. classes_dim: the output dimension with the logits of a distribution, or None.
     total: the number of all sequences. routed: whether the model routes tokens to experts. If so, no sampling error is given before
-    all sequences are done: a rerouted token changes the output a hundred times as much as other tokens, and the sequences run so
-    far may contain no rerouted token.
+    all sequences are done: a rerouted token changes the output a hundred times as much as other tokens, and the sequences added so
+    far may not contain any.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Set the sums of all modules for a sequence that has been added."""
+        """Store the sums of all modules for one sequence, which must have been added before."""
         self._modules[number] = modules
 
     @property
@@ -114,7 +114,7 @@ class RunningTotals:
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drift of these modules, including their sums in the sequence that is currently running."""
+        """Return the drift of these modules over all sequences, including the sequence `number`, which is still running."""
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
 
@@ -151,7 +151,7 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of the relative L2 error and of the mean KL over these sequences; None if unknown."""
+        """Return the relative standard errors of (relative L2 error, mean KL), as estimates for all sequences; None if unknown."""
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]
@@ -168,7 +168,7 @@ class RunningTotals:
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:
-        """Return the metrics of the main output, without those of modules."""
+        """Return the drift of the main output as an intermediate result."""
         return PartialDrift(self.output, self.extent)
 
     def notices(self, output: OutputDrift) -> tuple[str, ...]:

@@ -20,19 +20,19 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""A function that is called as `on_passes(what, done, total)` with the name of the row of the report that is being timed, and the
-numbers of finished passes and of all passes. A row that needs fewer passes than planned is counted in full.
+"""A progress callback, called as `on_passes(variant, done, total)` with the numbers of passes. If a variant needs fewer passes than
+planned, the passes that are saved count as done.
 """
 
 
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """For each row of the report, time whole passes over all inputs: one warm-up pass, then `repeats` timed passes (if passes take
-    long, fewer, but at least 3). The report has the median, the fastest and the slowest of each row. A notice names each row that
-    had to be skipped.
+    """Time forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After one warm-up pass
+    there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and the slowest. A
+    notice names each variant that does not fit into memory.
 
-    For the float32 row, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
+    For the float32 variant, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
     used. Afterwards, the model is cast according to `plan`. `runner` must not watch modules. Raises NoForward, KernelError,
     Cancelled.
     """
@@ -75,7 +75,7 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time one row. `on_passes(done)` counts the passes of this row. Only the candidate runs with the candidate's settings."""
+    """Time the model as currently cast. label, mix: name and dtypes of the variant. candidate: whether run settings apply."""
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call
     calls = [make_call(batch) for batch in inputs.batches]
@@ -117,7 +117,7 @@ def _tokens(batch: Batch) -> int:
 
 
 def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return the dtypes of the float32 row: float32 for every castable weight, except that float64 weights stay in float64."""
+    """Return each weight's dtype in the float32 variant. Weights that are stored in float64 or can't be cast keep their dtype."""
     return {
         name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
         for name, weight in model.weights.items()
@@ -125,7 +125,7 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many more bytes of memory are needed to hold the model in these dtypes. Memory of current casts counts as free."""
+    """Return how many bytes of memory are missing for casting the model to these dtypes. Memory of current casts counts as free."""
     needed = sum(
         tensor_bytes(weight.info, casts[name])
         for name, weight in model.weights.items()

@@ -24,10 +24,11 @@ def losses_in_files(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> tuple[ValueLoss, ...]:
-    """Return the losses of a plan's casts, in the order of the tree. Tensors are read from the checkpoint's files one at a time.
+    """Return the weights in which a plan's casts lose values, in the order of the tree. Tensors are read from the files one at a
+    time.
 
-    If the files store a tensor in several parts, there is one entry for each part, under its name in the files. `on_progress(done,
-    total)` counts tensors. Raises UserError if a file can't be read, and Cancelled.
+    If the files store a tensor in several pieces, each piece has an entry, with its name in the files. `on_progress(done, total)`
+    counts tensors. Raises UserError if a file can't be read, and Cancelled.
     """
     counted = {} if counted is None else counted
     changed = [

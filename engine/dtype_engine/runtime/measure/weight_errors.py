@@ -71,7 +71,7 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 def inspect_weight(
     checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return a tensor's histogram of exponents and its error in each dtype of `targets`. Raises UserError, Cancelled."""
+    """Read a tensor. Returns its histogram of exponents, and its error in each dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
     refuse_changed(checkpoint.identities)
@@ -81,8 +81,8 @@ def inspect_weight(
 def inspect_live_weight(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return what `inspect_weight` returns, for an uncast tensor of an open model. The tensor is read from the checkpoint's file if
-    it is stored there in one part.
+    """Return statistics as `inspect_weight` does, for the stored values of a tensor in an open model. They are read from the
+    checkpoint if it stores the tensor in one piece.
 
     Raises UserError, Cancelled.
     """

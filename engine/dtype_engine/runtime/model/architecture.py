@@ -32,13 +32,12 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""A model may have at most this many modules: the first number, plus the second number for each tensor in the files. Real models
-have fewer than three modules for each tensor, except small models that share layers or have many modules without tensors.
+"""Limit on the number of modules: the first number plus, for each tensor in the files, the second. Real models have fewer than
+three modules per tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""The tensors that the module has and the files lack may have at most this many bytes in all: the first number, plus the second
-number for each byte of the files. The limit is wide because files with weights packed in two bits are a sixteenth as large as the
-module with the same weights in float32.
+"""Limit on the bytes of the module's tensors that the files lack: the first number plus, for each byte of the files, the second. It
+is high because a module in float32 is 16 times as large as files with weights packed in two bits.
 """
 _LONGEST_REASON = 300
 
@@ -82,8 +81,8 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the module of an architecture on the meta device, where tensors have no data, and find the place in this module for
-    each tensor of the files.
+    """Construct the module of an architecture without data, on the meta device, and find out into which of its tensors each tensor
+    of the files is loaded.
 
     Raises NoForward if the module can't be constructed or does not match the tensors of the files.
     """
@@ -167,8 +166,8 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the auto class that loads the model's own code: the key of `auto_map` whose value is a class in `architectures`. If
-    `auto_map` has no such key, return AutoModelForCausalLM or any auto class that is a key of `auto_map`.
+    """Return the transformers auto class with which to load model code from the checkpoint: a key of `auto_map` whose value is a
+    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -250,8 +249,8 @@ def _configuration(transformers: ModuleType, model_class: Any, folder: Path, opt
 
 @contextmanager
 def _few_modules(tensors: int) -> Iterator[None]:
-    """While the block constructs a module, raise NoForward as soon as it has far more submodules than this number of tensors can
-    fill.
+    """While the block constructs a module, raise NoForward as soon as the module has more submodules than a model with this number
+    of tensors can have.
     """
     from torch.nn.modules.module import register_module_module_registration_hook
 
@@ -277,9 +276,8 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward if a module does not match a checkpoint: most tensors of the files have no place in the module, a tensor has
-    another shape in the module than in the files, or the tensors of the module that the files lack would need far more memory than
-    the files.
+    """Raise NoForward if a module does not match a checkpoint: most tensors of the files belong to no tensor of the module, shapes
+    differ, or the module's tensors that the files lack would need far more memory than the files.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -15,8 +15,8 @@ from dtype_engine.runtime.model.describe import describe
 
 
 def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
-    """Return the report of a check with these findings added: tensors of the architecture that the files lack, and tensors of the
-    files that the architecture does not have. Raises UserError if transformers does not have the architecture that `options` name.
+    """Compare the names in a checkpoint with its architecture. Returns the report with a finding added for each tensor that only
+    one of the two has. Raises UserError if transformers does not have the architecture that `options` name.
     """
     known = describe(source, options, checkpoint)
     if known.coverage is None:

@@ -26,9 +26,8 @@ _COMPLETE = ("transformers.", "torch.")
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
-    """Compare every non-persistent buffer of a loaded model with the buffer that the constructor creates on the CPU, and replace
-    the loaded buffer if the two differ. Returns notices of the replaced buffers and of buffers that the constructor could not
-    create.
+    """Fill the non-persistent buffers of a loaded model: construct the model again on the CPU, and replace each buffer that differs
+    from the constructed one. Returns notices of the replaced buffers, and of those that the constructor could not create.
 
     dtype: the default dtype during construction, the same as when the model was loaded.
     """

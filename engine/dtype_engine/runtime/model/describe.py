@@ -36,13 +36,13 @@ class ModelDescription:
     model_type: str | None
     """The `model_type` in `config.json`."""
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps the name of each tensor of the files to its place in the tree. A tensor without an entry has the same name in the files
-    and in the tree.
+    """Maps the name of each tensor of the files to the model's tensor into which it is loaded. Tensors without an entry have the
+    same name in both.
     """
     class_name: str = ""
     """The class that the configuration names, or "" if no class is known."""
     coverage: Coverage | None = None
-    """How many of the tensors of the model class the files have, or None if this is unknown or if the module had to be loaded."""
+    """How many of the model's tensors the files have. None if this is unknown, or if the module had to be loaded."""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
@@ -74,8 +74,8 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
 
 
 def _coverage(module: nn.Module, tree: Tree) -> Coverage:
-    """Return how many of a module's tensors the files have. Tensors do not count if the module's class declares that files may lack
-    them or that files may hold them without use.
+    """Return how many of a module's tensors the files have. Missing and unused tensors that the module's class declares to be
+    harmless are not counted.
     """
     spared, left_over = (
         [re.compile(pattern) for pattern in getattr(module, f"_keys_to_ignore_on_load_{kind}", None) or ()]

@@ -33,8 +33,8 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
-    """Return a subclass of `model_class` whose `from_pretrained` loads every tensor in the dtype to which `dtypes_of(module)` maps
-    the tensor's name.
+    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in its dtype according to `dtypes_of(module)`, a
+    mapping by tensor name.
 
     If `_get_dtype_plan` is missing, return `model_class` itself, which loads all tensors in one dtype.
     """
@@ -76,13 +76,12 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return the place in the loaded model of each tensor that transformers renames or packs on loading, keyed by the tensor's name
-    in the files. `live` holds the weights of the loaded model.
+    """Find out into which weight of the loaded model transformers loads each tensor of the files that it renames or packs.
 
-    Each value has three items: the name of the weight in `live`; whether the tensor is only a part of this weight; and its position
-    in the weight: the index of its matrix along the first dimension (None if the weight is one matrix) and its number among the
-    parts that are stacked in the rows of that matrix. The position is None if the parts are neither stacked nor whole matrices. If
-    a transformers function is missing, the result is empty.
+    live: the weights of the loaded model. Returns for each name in the files: (name in `live`, whether several tensors are packed
+    into this weight, position in the packed weight). The position is (index of the matrix along the first dimension or None if
+    there is one matrix, number of the tensor among those stacked in this matrix's rows). It is None if the tensors are combined in
+    another way. If a transformers function is missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -105,7 +104,7 @@ def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 
 
 def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names of the tensors of the files that transformers transposes on loading.
+    """Return the names, in the files, of the tensors that transformers transposes on loading.
 
     If the transformers functions for conversions are missing, the result is empty.
     """
@@ -125,8 +124,8 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return a pair for each tensor: its name after loading, and the pattern of its converter (None if it has no converter). Also
-    return all converters.
+    """Return ({name in the files: (name after loading, pattern of the tensor's converter or None)}, all converters). transformers
+    uses converters to pack or transpose tensors.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -141,17 +140,17 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""The operations, each with a dimension, by which transformers combines several tensors of the files into one weight. `_STACKED`:
-each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several tensors, one below the
-other. `_BELOW`: the weight is a single matrix, which consists of all tensors, one below the other.
+"""The operations (name, dimension) with which transformers packs several tensors into one weight. `_STACKED`: each tensor becomes
+one matrix of the weight. `_STACKED_BELOW`: each matrix consists of several tensors, one below the other. `_BELOW`: the weight is
+one matrix that consists of all tensors, one below the other.
 """
 
 
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each part in its weight, as `converted_names` describes it. found: the name of the weight in the
-    loaded model, and the pattern of the converter, for each part.
+    """Return the position of each packed tensor in its weight, as `converted_names` describes it. found: for each tensor, the name
+    of the weight in the loaded model and the pattern of the tensor's converter.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
@@ -183,7 +182,7 @@ def implementation(config: Any, of: str) -> str | None:
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Set the kernel for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not in its nested ones."""
+    """Set the kernel for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not in nested ones."""
     setattr(config, f"_{of}_implementation_internal", name)
 
 

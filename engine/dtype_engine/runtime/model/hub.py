@@ -43,8 +43,8 @@ def offline(download: bool) -> Iterator[None]:
 
 
 def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
-    """Remove from a transformers configuration, and from its nested ones, everything that would load code from outside the
-    checkpoint and the installed transformers. Returns notices of the ignored entries.
+    """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files other
+    than the checkpoint's. Returns notices of the ignored entries.
 
     written: the content of `config.json`, from which the configuration was made.
     """
@@ -67,8 +67,8 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield the kind and the name of each kernel that a `config.json` or one of its nested configurations names and that
-    transformers itself does not provide.
+    """Yield (kind, name) of each attention or expert kernel in a `config.json`, including nested configurations, that is not part
+    of transformers.
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))

@@ -51,12 +51,12 @@ class Weight:
     loss.
     """
     stashed: torch.Tensor | None = None
-    """The cast data during a reference pass, in which the module has the original data; None at all other times."""
+    """The cast data while a reference pass runs, because the module then holds the original data. Otherwise None."""
     stored_scale: torch.Tensor | None = None
     """The scales stored with this weight, or None for a stored dtype without scales. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()
-    """The weights, including this one, that currently share one tensor scale: in NVFP4, those which runtimes fuse into one
-    operation.
+    """The names of the weights, including this one, that have a common tensor scale now. In NVFP4, these are the weights that
+    runtimes fuse.
     """
     _amax: float | None = None
 
@@ -67,12 +67,12 @@ class Weight:
 
     @property
     def form(self) -> str:
-        """A key that identifies the current values of this weight: the dtype, and the names of the weights that share its scale."""
+        """A key that identifies this weight's current values: the dtype, and the names of the weights that share its scale."""
         return " ".join((self.dtype, *self.shares))
 
     @property
     def amax(self) -> float:
-        """The largest finite |value| of the stored data."""
+        """The largest finite |value| of the stored data, computed once."""
         if self._amax is None:
             self._amax = finite_amax(self.original)
         return self._amax
@@ -93,10 +93,10 @@ class Weight:
         self.dtype = dtype
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """Return the loss of casting the stored values to `dtype`. The result is cached.
+        """Return the values that a cast of the stored data to `dtype` loses, or None if it loses none. The result is cached.
 
-        cast: whether the weight is in this dtype already and keeps this dtype during the call. The loss is then counted in the
-        current data, without another cast. Raises Cancelled.
+        cast: whether the weight is currently in this dtype. If so, the current data is examined instead of casting again; it must
+        not change during the call. Raises Cancelled.
         """
         if dtype == self.info.dtype:
             return None
@@ -163,8 +163,9 @@ class LiveModel:
         originals.
 
         quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the weight's names. placements:
-        the place of each tensor of the files, for a module with a checkpoint. rest: values for the other fields of this class.
-        Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the device.
+        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
+        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
+        device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -227,8 +228,8 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
     ) -> None:
-        """Cast every tensor to its planned dtype. A tensor that already has this dtype is skipped, unless it is a fused sibling
-        whose shared scale changes.
+        """Cast every tensor to its planned dtype. A tensor that already has this dtype is skipped, unless it shares its scale with
+        other weights than before.
 
         Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. Raises Cancelled
         between two tensors; a later call with any plan continues from there.
@@ -273,8 +274,8 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Return the quantised weights that code other than this program has unpacked since loading. compressed-tensors does so in
-        the first forward pass.
+        """Return tensors that the module has got since loading. They exist if another library, such as compressed-tensors, unpacks
+        quantised weights in the first forward pass.
         """
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
@@ -297,7 +298,7 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """Return the losses under a plan if all of them were counted before, or None otherwise. Any thread may call this method."""
+        """Return the losses under a plan, or None if they were not all counted before. Any thread may call this method."""
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]

@@ -137,7 +137,7 @@ class Loaded:
     """The dtype and scales of each weight that is stored with scales, keyed by the weight's name in the module."""
     notices: tuple[str, ...] = ()
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    """Maps each tensor of the files to its place in the module."""
+    """Maps each tensor of the files to the tensor of the module into which it is loaded."""
     coverage: Coverage | None = None
     """How many tensors of the module the files have, or None for a module that `load_into` filled."""
 
@@ -250,9 +250,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
-    """Put a checkpoint's tensors into a given module, mapped, each in its stored dtype.
-
-    Raises UserError if a tensor has no place in the module or the checkpoint lacks a tensor of the module.
+    """Load a checkpoint's tensors into a given module, mapped, each in its stored dtype. Raises UserError unless the checkpoint and
+    the module have the same tensors.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -276,10 +275,9 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture without data, on the meta device, and find the place of each tensor of the files in it.
-
-    Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have the architecture
-    that `options` name, and Misfit if the tensors of the files are not those of the architecture.
+    """Build a checkpoint's architecture on the meta device, without data, and find out into which of its tensors each tensor of the
+    files is loaded. Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have
+    the architecture that `options` name, and Misfit if the tensors of the files are not those of the architecture.
     """
     if checkpoint.config is None:
         return None
@@ -301,10 +299,11 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
-    """Return a subclass of the model class that loads every tensor in its stored dtype, if the transformers version supports this.
+    """Return a subclass of the model class that loads every tensor in its stored dtype, if the installed transformers supports
+    this.
 
-    If it does not, the class loads all tensors in one dtype, and those stored in other dtypes have to be read from the file again.
-    placements: filled during loading with the place of each tensor of the files.
+    If it does not, all tensors are loaded in one dtype, and `_restore_stored` has to read those stored in other dtypes again.
+    placements: an empty dictionary, which loading fills with the placement of each tensor of the files.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
@@ -324,11 +323,11 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put weights that an export stored with scales into the module, where loading could not do so: weights with packed codes, and
-    weights of the module that consist of several stored parts.
+    """Put into the module the weights that an export stored with scales and transformers can't load: weights with packed codes, and
+    weights that consist of several stored tensors.
 
-    Returns the dtype and scales of all weights stored with scales, keyed by the weight's name in the module, and the names of the
-    weights that this function has put into the module.
+    Returns the dtype and scales of all weights that are stored with scales, by their names in the module, and the names of the
+    weights that were put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -356,9 +355,9 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Restore the stored data, mapped from the file, in every tensor whose dtype changed on loading.
+    """Restore the stored data, mapped from the file, of every tensor whose dtype changed on loading.
 
-    A tensor packed from several stored ones is cast back to their dtype. This is exact, since loading only widened the values.
+    A tensor that was packed from several stored ones is cast back to their dtype, which is exact, since loading only widened it.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

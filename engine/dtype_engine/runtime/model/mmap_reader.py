@@ -88,7 +88,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the codes and scales of a weight that an export stored with scales, in the form that `cast_or_quantize` returns."""
+    """Read the codes and scales of a weight that an export stored with scales. Returns them as `cast_or_quantize` does."""
     if weight.dtype in dtypes.BLOCK_FORMATS:
         return from_file(
             {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype

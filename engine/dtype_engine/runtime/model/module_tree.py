@@ -17,8 +17,8 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Return two values: the descriptions of all distinct tensors of a module, in the module's order, each with all names of the
-    tensor; and the tensors, keyed by first name.
+    """Return (descriptions of all distinct tensors of a module, in the module's order; these tensors by their first name). A
+    description has all names of its tensor.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -46,8 +46,8 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
 
 
 def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape that a tensor has in a file, where each value counts as an element. In torch, one element of
-    `float4_e2m1fn_x2` is a byte with two values.
+    """Return a tensor's shape as a file has it. It differs from torch's shape for `float4_e2m1fn_x2`, where a torch element is a
+    byte with two values.
     """
     if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
         return (*tensor.shape[:-1], 2 * tensor.shape[-1])

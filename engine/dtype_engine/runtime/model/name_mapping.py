@@ -21,21 +21,21 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a stored tensor in the live module."""
+    """The tensor of the live module into which a tensor of the files is loaded, and the position inside it."""
 
     name: str
     """The name of the live tensor."""
     part: bool
-    """Whether the stored tensor is only a part of the live tensor."""
+    """Whether loading packs several stored tensors into the live one, of which this is one."""
     place: tuple[int | None, int] | None = None
-    """Where a part lies in the live tensor: the index of its matrix along the first dimension (None if the live tensor is one
-    matrix), and its number among the parts that are stacked in the rows of that matrix. The whole value is None if the parts are
-    neither whole matrices nor stacked, for example if they are transposed.
+    """The position in a live tensor that is packed from several stored tensors: (index of the matrix along the first dimension, or
+    None if there is one matrix; number of the tensor among those stacked in this matrix's rows). None if they are not stacked, for
+    example because they are transposed.
     """
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """Return the place of each stored tensor in `module`, which may be on the meta device. Tensors without a place are omitted."""
+    """Map each stored tensor to the tensor of `module` into which it is loaded. Tensors that the module lacks are omitted."""
     live = module.state_dict()
     placements: dict[str, Placement] = {}
     rest: list[str] = []
@@ -53,8 +53,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the weights that must keep their stored dtype on loading: weights that rules can cast, and weights that an export of
-    this program stored with scales. Integers, and weights that other programs quantised, are left to transformers.
+    """Return the tensors that must keep their stored dtype on loading: those in a compute dtype, and those that this program's
+    export stored with scales. All others, such as integers and weights that other programs quantised, are left to transformers.
     """
     return {
         name: placement
@@ -64,7 +64,7 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Return the stored dtype of each live tensor, keyed by live name. For a packed tensor, it is the widest dtype of its parts."""
+    """Return the stored dtype of each live tensor, by live name. For a tensor packed from several, it is their widest dtype."""
     by_live_name: dict[str, str] = {}
     for name, placement in placements.items():
         stored = checkpoint.dtype(name)

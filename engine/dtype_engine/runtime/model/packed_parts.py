@@ -1,4 +1,4 @@
-"""Live weights that loading packs from several stored parts: the order of the parts, and the scales of the packed weight.
+"""Live weights that loading packs from several stored tensors (their parts): the order of the parts, and the scales of the weight.
 
 A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. If a
 scale of the packed weight covers only one part, that part has the same scale in the file.
@@ -20,13 +20,14 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 Shape = tuple[int, ...]
 Rows = list[list[str]]
-"""The names of a packed weight's parts: for each matrix of the weight, the parts that are stacked in its rows, top to bottom."""
+"""The names of the stored tensors that form a packed weight: for each matrix, those stacked in its rows, top to bottom."""
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
-    """Return the parts of a weight of shape `packed` in order, or None if the parts are not consecutive whole rows of its matrices.
+    """Return the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows, or None if they are
+    not whole rows of its matrices.
 
-    placements, shapes: the placements and shapes of all parts, keyed by name.
+    placements, shapes: the placements and shapes of these tensors, by name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -50,9 +51,8 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return the reason why the parts of a packed weight can't have the scales of the packed weight: the parts are not stacked in
-    rows, or a block, whose values have one scale, reaches from one part or row into the next. Returns None if there is no such
-    reason.
+    """Return why the stored tensors of a packed weight can't have the same scales as the packed weight, or None if they can.
+    Reasons are that they are not stacked in rows, or that a block with one scale extends over two of them or over two rows.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -71,7 +71,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return the groups of parts that share a scale of the packed weight: one group of all parts, one group for each matrix, or no
+    """Return groups of stored tensors that have a common scale in the packed weight: all of them, those of each matrix, or no
     groups.
     """
     row = dtypes.BY_NAME[dtype]
@@ -83,10 +83,10 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
 def pack(
     title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Pack the parts of a weight, each stored with scales, into one weight. Returns the dtype, the codes and the scales of the
-    weight, in the form that `cast_or_quantize` returns.
+    """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and scales, with codes
+    and scales as `cast_or_quantize` returns them.
 
-    Raises NoForward if codes and scales of one weight can't represent the parts.
+    Raises NoForward if codes and scales of one weight can't represent all of their values.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
@@ -109,8 +109,8 @@ def pack(
 
 
 def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """Return the scales of the packed weight. scales: the scales of its parts, in order. Raises NoForward if parts would have to
-    share scales that differ.
+    """Return the scales of a packed weight, given those of its stored tensors in order. Raises NoForward if tensors with different
+    scales would need a common one.
     """
     if dtypes.BY_NAME[dtype].blocks is not None:
         return torch.cat(list(scales))

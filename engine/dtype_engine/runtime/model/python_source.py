@@ -68,7 +68,7 @@ def _load_weights(
 def _tie_again(
     module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
 ) -> frozenset[str]:
-    """Tie the module's weights again, after loading has given each name of a tied weight a separate tensor.
+    """Tie weights again after loading, which has made each name of a tied weight a separate tensor.
 
     Returns the names that are tied afterwards. Names that have different values in the file stay separate.
     """

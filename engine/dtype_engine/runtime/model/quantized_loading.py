@@ -1,7 +1,7 @@
-"""Refuses a checkpoint that a program other than this one quantised, if transformers would load wrong values from it.
+"""Refuses a checkpoint that was quantised by another program if transformers would load wrong values from it.
 
-transformers ignores a quantisation that it does not know: it reads codes as values, leaves out scales, or initialises weights
-randomly, all without an error.
+transformers ignores quantisation methods that it does not know. It then uses codes as values, leaves out scales, or initialises
+weights randomly, all without an error.
 """
 
 from __future__ import annotations
@@ -27,10 +27,9 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
-    """Raise NoForward if the files have parts of quantised weights that transformers would load wrongly.
+    """Raise NoForward if transformers would load wrong values for weights that another program quantised.
 
-    Weights that an export of this program stored with scales are not among these parts. module: the model on the meta device.
-    placements: the place of each tensor of the files in the module.
+    module: the model on the meta device. placements: the placement of each tensor of the files in the module.
     """
     parts = quantized_parts(checkpoint.foreign, checkpoint.config)
     parts |= {name: why for name, why in _integers_for_floats(checkpoint, module, placements) if name not in parts}
@@ -98,8 +97,8 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """Return a sentence about the first block scale that has no weight, or the first weight that has no block scale. Returns None
-    if every weight has its scale.
+    """Return a sentence about the first block scale without a weight, or else the first float8 weight without a block scale, or
+    None.
     """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors

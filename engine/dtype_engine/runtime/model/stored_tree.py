@@ -1,7 +1,7 @@
-"""The tree of a module combined with the files of its weights, for plans, casts and exports alike.
+"""The tree of a model that is described by both a module and the files of its weights, for plans, casts and exports alike.
 
-Modules, classes and tied weights come from the module; dtypes and sizes come from the files. A tensor of the files without a place
-in the module is in the tree, since an export copies it, but is never cast. A tensor missing in the files has no bytes.
+Modules, classes and tied weights come from the module; dtypes and sizes come from the files. A tensor of the files that the module
+does not use is included, since an export copies it, but it is never cast. A tensor that the files lack counts no bytes.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 
 NOT_USED = "not used by"
-"""The first words of the reason that the tree gives for not casting a tensor of the files that has no place in the module."""
+"""The first words of `TensorInfo.uncastable_reason` for a tensor of the files that the module does not use."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
-"""Matches a tensor name from the experts module on. transformers calls this module `experts`, MLX calls it `switch_mlp`."""
+"""Matches the rest of a tensor name, from the experts' module on: `.experts...` in transformers, `.switch_mlp...` in MLX."""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
-    """Return the tree of a module without data, on the meta device, with the dtypes and sizes of a checkpoint.
+    """Return the tree of a module on the meta device, which has no data, with the dtypes and sizes of a checkpoint.
 
-    placements: the place of each tensor of the files. If the files hold a tied weight under two names, the values are compared.
-    Raises UserError for a file that can't be read.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded. If the files hold a tied weight
+    under two names, the values are compared. Raises UserError for a file that can't be read.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
@@ -45,10 +45,10 @@ def with_files(
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
-    """Return a module's tensors with the sizes, packing and quantisation that they have in the files.
+    """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantisation.
 
-    headers: the tensors of the files. own_dtypes: whether to keep the dtypes of `infos`, as for a live module. If False, the dtypes
-    of the files are used.
+    headers: the tensors of the files. own_dtypes: whether to keep the dtypes in `infos`, as for a live module, or use the files'
+    dtypes.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -94,7 +94,7 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return the tensors of the files that have no place in the module."""
+    """Describe the tensors of the files that the module does not use. They are never cast."""
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
@@ -106,8 +106,8 @@ def unused(
 
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
-    """Return the module's tensors. As in transformers, tied weights become separate tensors if the files hold different values for
-    them.
+    """Return the descriptions of a module's tensors. A tied weight is split into separate tensors if the files hold different
+    values for its names, as transformers does.
     """
     untied = []
     for info in infos:
@@ -138,8 +138,8 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return the tensors of a module without those that a quantised checkpoint replaces by other tensors, such as codes and scales,
-    of the same module or the same experts.
+    """Return a module's tensors without those that the files hold in quantised form: as codes and scales with other names in the
+    same module or in the same group of experts.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

@@ -40,15 +40,15 @@ TO_COPY = torch.ops.aten._to_copy.default
 """The operation that a `TorchDispatchMode` receives for every cast of a tensor."""
 # attrgetter is a C function, which matters since this is called during a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
-"""A function that returns the base of a view, which is the tensor that owns the data, or None for a tensor that is not a view."""
+"""A function that returns the tensor that owns the data of a view, or None if its argument is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor is a wrapper inside of a transform such as `torch.vmap`. It has no memory and ends with the transform."""
+"""Whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has no memory of its own."""
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of writes to a tensor and its views, or -1 for a tensor created under `torch.inference_mode`, which has no
-    counter.
+    """Return torch's version counter, which increases with each write to a tensor or its views. Returns -1 for a tensor without a
+    counter, which was created under `torch.inference_mode`.
     """
     try:
         return tensor._version
@@ -64,9 +64,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 as_called: Callable[..., Any] = nn.Module._call_impl
 """A function that calls the module in its first argument as torch does, with the module's hooks."""
 _INSTEAD = "_compiled_call_impl"
-"""The name of a module attribute that torch calls in place of `as_called` if it is set. `Module.compile` sets it to the compiled
-call.
-"""
+"""The attribute of a module that torch calls instead of `as_called` if it is set. `Module.compile` sets it."""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
@@ -125,12 +123,10 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dictionaries in which a module keeps its parameters and its buffers."""
+    """Return the two dictionaries of a module that hold its own parameters and its own buffers, by local name."""
     return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary in which a module keeps its parameter or buffer `name`. Writing to this dictionary skips torch's class
-    check.
-    """
+    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check types on a write to it."""
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

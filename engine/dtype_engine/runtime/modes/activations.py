@@ -19,10 +19,10 @@ from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.numerics.activations import quantize_activations
 
 _LEFT, _RIGHT = -1, -2
-"""The dimension over which a matrix product sums: in its left matrix, and in its right matrix."""
+"""A matrix product sums over the last dimension of its left matrix and the second to last dimension of its right matrix."""
 
 _Operand = tuple[int, str, int]
-"""The position and the keyword of an argument, and its dimension over which the product sums."""
+"""An operand of a product: (position of the argument, its keyword, the dimension over which the product sums)."""
 _PRODUCTS: dict[str, tuple[_Operand, _Operand]] = {
     "linear": ((0, "input", _LEFT), (1, "weight", _LEFT)),
     "matmul": ((0, "input", _LEFT), (1, "other", _RIGHT)),
@@ -52,7 +52,7 @@ _OTHERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Which operand of a product to round (0 or 1), to which format, and the dimension over which the product sums."""
+    """How to round one operand (0 or 1) of a product: the format `dtype`, and the dimension `dim` over which the product sums."""
 
     operand: int
     dtype: str
@@ -60,15 +60,15 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Tracks which tensors of a pass are quantised weights or computed from one, and rounds activations multiplied by them."""
+    """Rounds the activations that are multiplied by quantised weights. It also recognises tensors computed from one such weight."""
 
     def __init__(self) -> None:
         self.left_wide: set[str] = set()
-        """Names of operations with a quantised weight whose input was not rounded."""
+        """Names of operations that used a quantised weight, but whose activations could not be rounded."""
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the formats of the tensors that are quantised weights, by `id`. stored: those known to the caller."""
+        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats of the model's own weights."""
         found = {}
         for tensor in tensors:
             dtype = stored.get(id(tensor)) or self._made.get(tensor)
@@ -77,7 +77,7 @@ class ActivationRounding:
         return found
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
-        """Treat the results of an operation as quantised weights if all its float arguments were weights of the same format."""
+        """Remember the float results of an operation as quantised weights if all its float arguments are weights of one format."""
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (dtype := kinds.pop()) is not None:
@@ -88,7 +88,7 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
     ) -> Rounds | None:
-        """Return which operand to round, or None if none is rounded. The arguments are those from the model's own call."""
+        """Return which operand of a call to round, or None. The arguments still hold weights, not the values that replace them."""
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -110,7 +110,7 @@ class ActivationRounding:
         rounds: Rounds,
         dtype: torch.dtype | None = None,
     ) -> tuple[Arguments, dict[str, Any], torch.Tensor]:
-        """Return the call's arguments with one operand rounded, and the original operand.
+        """Round one operand of a call. Returns the new arguments, and the operand before rounding.
 
         dtype: the dtype to which the operand is cast before rounding; if None, it keeps its dtype.
         """
@@ -125,9 +125,9 @@ class ActivationRounding:
 
 
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return the index (0 or 1) and the format of the operand that is the weight, or None if there is none.
+    """Return (index, format) of the operand that is a quantised weight, or None if neither is.
 
-    If both are weights, the right one is returned: the left one is then an input, such as a learnt token.
+    If both are weights, the right one is returned. The left one is then an input, such as a learnt token.
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
@@ -141,7 +141,7 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
-    """Return which operand of an einsum to round, or None. An einsum must have two tensors and sum over one letter in both."""
+    """Return which operand of an einsum to round, or None. It must be an einsum of two tensors that sums over one common letter."""
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

@@ -12,7 +12,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the casts that `torch.autocast` makes inside operations. Torch-function modes can't see these casts."""
+    """Records the casts of `torch.autocast`. Autocast casts inside operations, where only a dispatch mode can see it."""
 
     def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

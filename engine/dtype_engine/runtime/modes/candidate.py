@@ -15,8 +15,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize
 
 
 class CandidateMode(WeightMode):
-    """Uses every weight as it is cast. A weight in a format that is only stored, such as float8, is dequantized to the dtype of the
-    activation in the same operation, or to `compute` if there is no activation (in an embedding look-up).
+    """Runs the model with its weights as they are cast. A weight in a format with scales, such as float8, is dequantized to the
+    dtype of the activation in the same operation, or to `compute` if there is no activation (in an embedding look-up).
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CandidateMode(WeightMode):
 
 
 def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Return the values of a weight that is currently in a format that is only stored, such as float8."""
+    """Return the values of a weight that is currently in a format with scales, such as float8, in `dtype`."""
     assert weight.scale is not None
     return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)
 
@@ -49,7 +49,7 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`, as [*ids, width]."""
+    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`: [*ids.shape, width]."""
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks

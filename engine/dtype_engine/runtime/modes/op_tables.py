@@ -40,7 +40,7 @@ _MISSING_KERNEL = re.compile(
 
 
 class CallSite(Protocol):
-    """Where a call comes from, for its error message: the dotted name of the running module, and the device."""
+    """The module and device from which a torch function is called, for error messages."""
 
     module: str
     device: torch.device
@@ -57,8 +57,9 @@ def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dic
 def recover(
     func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite, error: RuntimeError
 ) -> Any:
-    """Repeat a call that raised `error` in a way that avoids the error, if one is known: without autocast, which does not support
-    float64 or recurrent layers on the CPU; or, for a grouped product, one product at a time. Otherwise raises as `call_torch` does.
+    """Handle a call that raised `error`. If there is a known way around the error, return the result obtained that way: the call
+    without autocast (which does not support float64, or recurrent layers on the CPU), or a grouped product computed one product at
+    a time. Otherwise raise as `call_torch` does.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):
@@ -78,7 +79,7 @@ def _kernel_error(
     site: CallSite,
     error: Exception,
 ) -> KernelError:
-    """Return an error that names the missing kernel and the first of several dtypes in which the call works."""
+    """Return an error that names the missing kernel, and a dtype in which the call works, found by trying several."""
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
     refused = floats[0].dtype if floats else torch.float32
     nearest = None
@@ -150,7 +151,7 @@ def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
 def replace_tensors(
     args: Arguments, kwargs: dict[str, Any], new: Mapping[int, torch.Tensor]
 ) -> tuple[Arguments, dict[str, Any]]:
-    """Return the arguments with some tensors replaced. `new` is keyed by the `id` of the old tensor."""
+    """Return the arguments with some tensors replaced. new: the replacements, keyed by the `id` of the original tensor."""
     if not new:
         return args, kwargs
     return tuple(_swap(value, new) for value in args), {key: _swap(value, new) for key, value in kwargs.items()}

@@ -1,4 +1,4 @@
-"""The reference with cast weights in only some modules, to measure the error of these modules alone."""
+"""A pass that uses cast weights in some modules only, and otherwise equals the reference, to measure the error of these modules."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class PartialCastMode(WeightMode):
-    """Uses the currently cast weights in modules for which `inside(name)` is True, as the candidate does. In all other modules,
-    uses the stored weights, widened, as the reference does.
+    """In modules for which `inside(name)` is True, uses the cast weights, as the candidate does. In all other modules, uses the
+    stored weights in the reference's dtype.
 
     drifting: the `id`s of the weights whose dtype differs from the reference's.
     """
@@ -37,8 +37,8 @@ class PartialCastMode(WeightMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
-        """For each module, the number of module calls finished before the module first used a drifting weight or read the weight's
-        dtype.
+        """For each module that used one of the `drifting` weights or read its dtype: how many module calls had finished before its
+        first such use.
         """
 
     def dtype_of(self, weight: Weight) -> torch.dtype:

@@ -27,12 +27,12 @@ from dtype_engine.runtime.modes.op_tables import (
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "reshape_as", "resize_as_", "result_type"})
-"""Operations without promotion: their second tensor only gives the dtype or shape of the result, or the result is a dtype."""
+"""Operations to which no promotion applies: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""Forms of calls with several dtypes that torch accepts."""
+"""Calls with several dtypes that torch accepts, each as a key of the function and the dtypes of its arguments (see `_form`)."""
 _refused: set[Any] = set()
-"""Forms of calls with several dtypes that torch refuses, but runs if all arguments have one dtype."""
+"""Calls with several dtypes that torch refuses but runs if all arguments have one dtype, with keys as in `_accepted`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,30 +44,28 @@ class ImplicitCast:
     operation: str
     source: str
     target: str
-    """The dtype of the cast. If it is a format that is only stored, such as float8, the tensor was rounded to it but keeps its
-    dtype.
-    """
+    """The dtype of the cast. If it is a format with scales, such as float8, the tensor was rounded to it but keeps its dtype."""
     elements: int
     torch_raises: bool
     """Whether plain torch refuses the operation without this cast. If False, torch makes the cast itself."""
 
 
 class MixedCallSite(CallSite, Protocol):
-    """The place from which a torch function is called, and a callback that records the casts of its arguments."""
+    """Where a torch function is called (the module and device), which tensors are weights, and how to record casts."""
 
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the operation that torch is running, if torch makes the casts inside it; otherwise ""."""
+    """The name of the running operation, to which casts inside it are attributed, or "" if such casts are not implicit."""
     added: bool
-    """Set to True if a torch call ran with arguments that differ from those which the model's code passed."""
+    """Set to True once a torch call has run with other arguments than the model's code passed."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a weight or a view of one."""
 
 
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
-    """Call a torch function whose float arguments may have several dtypes.
+    """Call a torch function whose float arguments may have several dtypes. If torch refuses them, they are first cast to one dtype.
 
     Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a difference in dtypes.
     """
@@ -115,14 +113,14 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """Return the record of a cast of `tensor` to `target`."""
+    """Describe the cast of `tensor` to `target` as an `ImplicitCast`."""
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
 
 def _form(value: Any) -> Any:
-    """Return the properties of an argument that may make torch refuse it: its dtype and number of dimensions, or the value of a
-    string or flag.
+    """Return a key for an argument's properties that decide whether torch refuses it: dtype and number of dimensions, or the value
+    of a string or flag.
     """
     if isinstance(value, torch.Tensor):
         return value.dtype, value.ndim
@@ -134,7 +132,7 @@ def _form(value: Any) -> Any:
 
 
 def _destination(name: str, args: Arguments, kwargs: dict[str, Any]) -> torch.Tensor | None:
-    """Return the tensor to which a torch call writes, or None if the call returns a new tensor."""
+    """Return the tensor to which a call writes in place or through `out`, or None if it returns a new tensor."""
     written = kwargs.get("out")
     if written is None and is_in_place(name) and args:
         written = args[0]
@@ -173,7 +171,7 @@ def _note_promotions(
 
 
 class _BeforeCall:
-    """Saves what a failing call may have changed: the tensor to which it writes, and random number generators."""
+    """Saves and restores what a failing call may have changed: the tensor to which it writes, and random number generators."""
 
     def __init__(self, name: str, args: Arguments, kwargs: dict[str, Any], device: torch.device) -> None:
         self._destination = _destination(name, args, kwargs)

@@ -15,12 +15,12 @@ from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
-"""Operations whose result is never a view of a weight."""
+"""Operations whose result never shares memory with an argument, so that the memory of a widened weight can be reused at once."""
 
 
 class ReferenceMode(WeightMode):
-    """Computes with the stored values of every weight, widened when an operation uses the weight. It replaces only the weights for
-    which the module holds values other than the widened ones.
+    """Runs the model with its stored weights in float32. A weight that the module does not already hold in that form is cast to
+    float32 ("widened") for each operation that uses it.
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
@@ -50,7 +50,7 @@ class ReferenceMode(WeightMode):
 
 
 def holds_reference(weight: Weight) -> bool:
-    """Return whether the tensor that the module holds for a weight has the reference's values and dtype."""
+    """Return whether the module already holds a weight with the reference's values and dtype, so that it need not be replaced."""
     if not weight.info.castable and weight.stored_scale is None:
         return True
     held = not weight.changed or weight.stashed is not None
@@ -71,7 +71,7 @@ def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
 
 
 def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the reference's values of the rows at `ids` of a table [rows, width], as [*ids, width]."""
+    """Return the reference's values of the rows at `ids` of a table [rows, width]: [*ids.shape, width]."""
     stored, dtype = weight.original.to(device), reference_dtype(weight)
     if weight.stored_scale is not None:
         return dequantized_rows(stored, weight.stored_scale, weight.info.dtype, ids, dtype)

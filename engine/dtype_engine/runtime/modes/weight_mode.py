@@ -1,7 +1,7 @@
 """The base mode of all forward passes, both of the reference and of the candidate. It adds two operations to plain torch:
 
-1. A weight that the pass can't use as the module holds it is replaced by its values. In the candidate, this is a weight in a
-   format that is only stored, such as float8; in the reference, a weight that is not in the reference's dtype.
+1. A weight is replaced by other values if the pass can't use it as the module holds it. In the candidate, these are weights in a
+   format with scales, such as float8; in the reference, weights that are not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
 If a pass writes to a weight, the new values last only until the pass ends; the module then has its previous weights. Each pass
@@ -43,7 +43,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """The kind of a torch function, which decides how the mode handles it."""
+    """How the mode handles a torch function."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -73,7 +73,7 @@ def _kind_of(func: Any) -> _Kind:
 
 
 class WeightMode(TorchFunctionMode):
-    """Intercepts every torch call of a forward pass.
+    """A torch-function mode that intercepts every torch call of a forward pass and replaces weights by other values.
 
     A subclass decides which weights are replaced (`replaced`) and by which values (`values_of`, `dtype_of`, `rows_of`).
 
@@ -93,37 +93,37 @@ class WeightMode(TorchFunctionMode):
         self.device = device
         """The device on which the pass runs."""
         self.compute = compute
-        """The dtype to which a weight in a format that is only stored is dequantized for an operation without an activation."""
+        """The dtype to which a weight in a format with scales is dequantized for an operation without an activation."""
         self.rounding = rounding
-        """Rounds activations multiplied by quantised weights, or None (the setting `quantize_activations`)."""
+        """An object that rounds activations multiplied by quantised weights, or None if `quantize_activations` is "none"."""
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
-        """Whether any torch call got arguments that differ, because of dtypes, from those which the model's code passed."""
+        """Whether any torch call ran with other arguments than the model's code passed, because of dtypes."""
         self.module = ""
         """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
         """The number of finished module calls. The code that runs the pass keeps it current."""
         self.kept: Sequence[torch.Tensor] = ()
-        """Tensors other than weights whose values from before the pass must be restored after it."""
+        """Tensors of the model other than weights. If the pass changes their values, the old values are restored after it."""
         self.first_use: dict[int, int] = {}
-        """The value of `finished` when a weight or one of its properties was first used, by `id` of its tensor."""
+        """For each used weight, by `id` of its tensor: how many module calls had finished before the weight was first used."""
         self.operation = ""
-        """The name of the operation that torch is running, or "" if the model itself passes a `dtype`."""
+        """The running operation's name, to which casts inside it are attributed, or "" if the model's code asked for a dtype."""
         self.replaced = set(replaced)
         self.written: dict[int, torch.Tensor] = {}
-        """The current values of weights to which the pass has written, by `id`."""
+        """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
-        """For each tensor that the model got in place of a weight: the `id` of that weight."""
+        """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By `id`: tensors whose memory the pass changed through another tensor, each with a copy of the old values."""
+        """(tensor, copy of its old values) by `id`, for weights and `kept` tensors that the pass changed through a view."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """The dtypes reported to recurrent modules for their weights, by `id`."""
+        """Dtypes that recurrent modules see for their weights instead of the real ones, by `id` of the weight."""
 
     @property
     def wrote(self) -> bool:
-        """Whether the pass wrote to a weight or to one of the tensors in `kept`."""
+        """Whether the pass has changed a weight or one of the tensors in `kept`."""
         return bool(self.written or self._held)
 
     def __exit__(self, *exception: Any) -> None:
@@ -156,9 +156,10 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run an operation; `name` is `func.__name__`. Queries of properties and metadata do not come here.
+        """Run a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
+        Queries of properties and metadata do not come here.
         """
         as_given, dtype = self.rounding is None and self.record is None, None
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -183,11 +184,11 @@ class WeightMode(TorchFunctionMode):
             return recover(func, name, args, kwargs, self, error)
 
     def note_use(self, key: int) -> None:
-        """Record that the weight whose tensor has this `id`, or one of its properties, is used now."""
+        """Record a use of the weight whose tensor has this `id`, unless it was used before in this pass."""
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is that of the replacement values."""
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property."""
         key = id(args[0])
         weight = self.weights.get(key)
         if weight is not None:
@@ -207,27 +208,27 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of a replaced weight, also after the pass has written to it."""
+        """Return the dtype of a replaced weight: of the values that the pass has written, or else of those that replace it."""
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
-        """Return the dtype of a replaced weight that the model's own code sees."""
+        """Return the dtype that the model's code gets when it reads the `dtype` of a replaced weight."""
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, on the device, in its shape. dtype: that of the activation in the operation."""
+        """Return the values that replace a weight, on the device, in its shape. dtype: the activation's dtype in the operation."""
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
-        """Return the values that replace all `weights` in the operation `name`. dtype: the dtype of the operation's activation."""
+        """Return the values that replace `weights` in the operation `name`. dtype: the dtype of the operation's activation."""
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows at `ids` of a replaced table [rows, width], as [*ids, width], without computing other rows."""
+        """Return the rows at `ids` of a replaced table [rows, width], without computing other rows: [*ids.shape, width]."""
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
-        """Return whether a weight is now in a format that is only stored, such as float8, so that activations may be rounded."""
+        """Return whether a weight is now in a format with scales, such as float8, so that activations may have to be rounded."""
         return False
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
@@ -261,7 +262,7 @@ class WeightMode(TorchFunctionMode):
         return replace_tensors(args, {}, casts)[0]
 
     def _dtype_beside(self, tensor: torch.Tensor, activation: torch.dtype) -> torch.dtype:
-        """Return the dtype of a weight's values in an operation whose activation has the dtype `activation`."""
+        """Return the dtype in which a weight is used in an operation whose activation has the dtype `activation`."""
         key = id(tensor)
         if key not in self.replaced:
             return tensor.dtype
@@ -270,7 +271,7 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that has a replaced weight or several dtypes, or in a pass that records casts or follows quantised weights."""
+        """Run a call that has a replaced weight or several dtypes, or whose casts or quantised weights are tracked."""
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             if id(tensor) in self.weights:
@@ -296,7 +297,7 @@ class WeightMode(TorchFunctionMode):
         found: Mapping[int, Weight],
         rounds: Rounds | None,
     ) -> Any:
-        """Call torch with the values of the weights in `found`, and with one operand rounded if `rounds` is given."""
+        """Run a call with each weight in `found` replaced by its values, and with one operand rounded if `rounds` is given."""
         if found:
             self.added = True
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
@@ -324,7 +325,7 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace weights in an operation, by `id`. dtype: the dtype of the operation's activation."""
+        """Return the values that replace the weights in `found` now, by `id`. dtype: the dtype of the operation's activation."""
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():
@@ -335,7 +336,7 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """Return the values that replace one weight, for use outside of operations, where no activation sets a dtype."""
+        """Return the values that replace one weight if it is used outside of operations, where no activation decides the dtype."""
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
@@ -352,7 +353,8 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments for a call that writes to its first argument, to `out`, or to an embedding table with `max_norm`.
+        """Prepare a call that writes to its first argument, to `out`, or to an embedding table with `max_norm`. Returns its
+        arguments.
 
         If this destination is a weight, the call gets a copy, which replaces the weight for the rest of the pass. If it shares
         memory with a weight, the weight's values are saved and restored after the pass.
@@ -386,7 +388,7 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Use `value` for a weight for the rest of the pass: the model has set the weight's `data`, as `to(torch.float32)` does."""
+        """Replace a weight by `value` for the rest of the pass, because the model's code has assigned to the weight's `data`."""
         if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()
@@ -395,7 +397,7 @@ class WeightMode(TorchFunctionMode):
         self.replaced.add(key)
 
     def _sharing_memory(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield the weights and `kept` tensors that share memory with a tensor."""
+        """Yield the weights and the tensors in `kept` that share memory with a tensor."""
         if self._addresses is None:
             lasting = [*(weight.tensor for weight in self.weights.values()), *self.kept]
             self._addresses = sorted(((*_span(each), each) for each in lasting), key=lambda span: span[:2])

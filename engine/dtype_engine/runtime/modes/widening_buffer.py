@@ -31,7 +31,7 @@ class WidenedWeights:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def values(self, weights: Collection[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
-        """Return the values of weights: large ones in the reused memory, valid until the next call; others from `value_of`."""
+        """Return widened weights: large ones in the reused memory, valid until the next call; others computed by `value_of`."""
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
         if sum(sizes) > len(self._memory):
@@ -51,7 +51,7 @@ class WidenedWeights:
         return weight.original.numel() * self._dtype_of(weight).itemsize
 
     def _is_worth_sharing(self, weight: Weight) -> bool:
-        """Return whether a weight can be widened by a plain copy into the reused memory, and is large enough."""
+        """Return whether a weight is large and can be widened by a plain copy into the reused memory."""
         stored = weight.original
         return (
             weight.stored_scale is None

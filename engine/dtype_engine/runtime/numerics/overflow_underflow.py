@@ -32,7 +32,7 @@ Counted = MutableMapping[tuple[str, str], ValueLoss | None]
 
 
 class _Counts(NamedTuple):
-    """Counts of lost values in one piece of a tensor. The counts of pieces can be added up. `ValueLoss` describes the fields."""
+    """Numbers of lost values in one piece of a tensor. Adding those of all pieces gives the fields of `ValueLoss`."""
 
     overflowed: int = 0
     vanished: int = 0
@@ -40,7 +40,7 @@ class _Counts(NamedTuple):
     saturated: int = 0
     nonfinite: int = 0
     zeros: int = 0
-    """Number of zeros after the cast, including values that were zero before it."""
+    """Number of zeros after the cast, whether or not the values were zero before it."""
 
 
 class LossCounter:
@@ -122,7 +122,7 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """View a tensor as the rows that are quantized: rows of blocks in a block format, otherwise output channels."""
+    """View a tensor as a matrix whose rows are quantized: with blocks along the rows, or in other formats one scale per row."""
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -145,7 +145,7 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Count the losses in one flat piece, except lost channels, for a dtype that PyTorch computes in. `after` may be on a GPU."""
+    """Count the losses in a flat piece, except all-zero channels, for a dtype that PyTorch computes in. `after` may be on a GPU."""
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
     if _is_finite(after):  # a value that is not finite before the cast is not finite after it
@@ -157,7 +157,7 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Count the losses in whole rows that were cast to a dtype with scales. Codes of such a dtype never overflow."""
+    """Count the losses in whole rows that were cast to a dtype with scales. In such a dtype, values saturate but never overflow."""
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
@@ -175,16 +175,14 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Return whether all values are finite. The result may also be False if only the sum of the values is not finite; then the
-    caller checks each value.
+    """Return True if all values are certainly finite. False means that the caller must check each value, because either a value or
+    only the sum of all values is not finite.
     """
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _is_within(values: torch.Tensor, limit: float) -> bool:
-    """Return whether no |value| exceeds the limit and none is NaN. The result may also be False if only the sum of the values is
-    not finite; then the caller checks each value.
-    """
+    """Return True if certainly no |value| exceeds the limit and none is NaN. False means that the caller must check each value."""
     if limit == FLOAT32_MAX:
         return _is_finite(values)
     return float(torch.maximum(values.amax(), -values.amin())) <= limit

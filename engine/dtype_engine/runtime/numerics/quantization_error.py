@@ -82,7 +82,7 @@ def _reported(sqnr: float, sums: _Sums) -> float | None:
 
 
 class _Sums(NamedTuple):
-    """Sums over one piece of a tensor, and the piece's largest error. `WeightError` describes the counts."""
+    """Sums and counts over one piece of a tensor, and the largest error in it. `WeightError` describes the counts."""
 
     noise: float = 0.0
     energy: float = 0.0
@@ -96,8 +96,9 @@ class _Sums(NamedTuple):
 
 
 OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""A function that several threads call, each with one piece: the index of its first row or element, its values in float32 or
-float64, the cast values (codes for a dtype with scales), and the error of each value. The next piece overwrites these tensors.
+"""A function that is called with each piece of a tensor, in several threads. Its arguments are the index of the piece's first row
+or element, the values (float32 or float64), the cast values (codes for a dtype with scales), and the errors. The tensors are only
+valid during the call.
 """
 
 
@@ -129,7 +130,7 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Call `on_piece` for each piece of a tensor in a block format. The cast values are the codes, not multiplied by the scale."""
+    """Call `on_piece` for each piece of a tensor in a block format. The cast values are codes, not multiplied by their scale."""
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
     count, height, width = matrices(tensor.shape, blocks.columns)

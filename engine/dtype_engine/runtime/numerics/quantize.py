@@ -1,11 +1,11 @@
-"""Quantizing a tensor to a format that is only stored, such as float8 or int8, and dequantizing it.
+"""Quantizes a tensor to a format with scales, such as float8 or int8, and dequantizes it.
 
-A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales s =
+A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is stored as codes q = round(w / s), of w's shape, and float32 scales s =
 amax(|w|) / (the dtype's largest value). A tensor of two or more dimensions has one scale for each output channel (dimension 0). A
 vector, a scalar, and any tensor in a dtype whose name ends in `@tensor` has one scale. A scale is never below float32's smallest
 normal value, since subnormal scales lose bits and even smaller scales are zero. It is also limited so that its product with the
 largest code is finite in float32. The dequantized values are q · s, computed in float32 and rounded once to the target dtype.
-`core.dtypes.nbytes_in` returns the number of bytes of both parts.
+`core.dtypes.nbytes_in` returns the number of bytes of codes and scales.
 
 `runtime/formats/` quantizes to block formats. This file dequantizes them like all other formats.
 """
@@ -53,13 +53,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 def cast_or_quantize(
     tensor: torch.Tensor, dtype: str, amax: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Cast `tensor` to `dtype`; returns the values and None, or for a format that is only stored, such as float8 or int8, the codes
-    and scales.
+    """Cast `tensor` to `dtype`. Returns (values, None), or (codes, scales) for a format with scales such as float8 or int8.
 
-    Scales are float32 of shape [tensor.shape[0]] for two or more dimensions, [1] otherwise and for `@tensor`, and [down, across]
-    for a block format. The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged
-    if the dtype has codes for them. amax: the largest |value| of all tensors that share a tensor scale with this one; if None, this
-    tensor shares none.
+    Scales are float32: one for each output channel, [tensor.shape[0]], if the tensor has two or more dimensions; otherwise and for
+    `@tensor` one, [1]; and [blocks down, blocks across] for a block format. The scale of a channel of zeros is 1. Only finite
+    values determine the scales; other values stay unchanged if the dtype has codes for them. amax: the largest |value| of all
+    tensors that share a tensor scale with this one; if None, it does not share its scale.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
@@ -76,10 +75,8 @@ def cast_or_quantize(
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
-    """Return a copy of the values of `tensor` after a cast: in `dtype`, or dequantized to `compute` if `dtype` is a format that is
-    only stored, such as float8 or int8.
-
-    amax: as in `cast_or_quantize`.
+    """Return a copy of the values of `tensor` after a cast: in `dtype` or, if this is a format with scales such as float8 or int8,
+    dequantized to `compute`. amax: as in `cast_or_quantize`.
     """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
@@ -131,9 +128,9 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 
 def saturates_beyond(dtype: str) -> float:
-    """Return the largest |value| that can be represented in a format that is only stored, such as float8 or int8, with the largest
-    possible scale. This is float32's largest value, or for formats with power-of-two scales, the value at which `formats.mx`
-    saturates.
+    """Return the |value| above which a cast to `dtype`, a format with scales, saturates even with the largest possible scale.
+
+    It is float32's largest value or, for power-of-two scales, the limit in `formats.mx`.
     """
     row = dtypes.BY_NAME[dtype]
     return (
@@ -153,19 +150,19 @@ class Workspace:
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """Return buffers for pieces up to this shape that are cast to `dtype` and back to `wide`."""
+        """Allocate buffers for pieces of at most this shape. They are cast to `dtype`, and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """Return views of the buffers for a piece of only `count` rows or elements."""
+        """Return a workspace with views of the first `count` rows or elements of these buffers, for a smaller piece."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
 
 def quantize_block(
     values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """Return the codes of float32 values under a scale that broadcasts over them. NaN becomes 0 in an integer dtype."""
+    """Divide float32 values by a scale, which is broadcast. Returns their codes in `dtype`. NaN becomes 0 in an integer dtype."""
     top = dtypes.BY_NAME[dtype].max
     scaled = torch.div(values, scale, out=workspace.values if workspace is not None else None).clamp_(-top, top)
     target = torch_dtype(dtype)
@@ -178,10 +175,10 @@ def quantize_block(
 
 
 def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
-    """Return codes as float32 values, multiplied by a scale that broadcasts over them.
+    """Return codes multiplied by a scale, which is broadcast, as float32 values.
 
-    On the CPU, torch converts float8 one element at a time. Both float8 formats are float16 with fewer bits, and shifting the bits
-    gives the same values ten times as fast: e5m2 is the upper byte of float16, and the exponent bias of e4m3fn is smaller by 8.
+    On the CPU, torch converts float8 one element at a time. Shifting the bits of float8 to float16 gives the same values ten times
+    as fast: e5m2 is the upper byte of float16, and the exponent bias of e4m3fn is smaller by 8.
     """
     bits = codes.contiguous().view(torch.int8) if codes.element_size() == 1 else codes
     slow = codes.device.type != "cpu" or codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -203,9 +200,10 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
 def dequantize(
     codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
 ) -> torch.Tensor:
-    """Return the values of `codes`, in `dtype` and in the shape of the codes, computed a few rows at a time to save memory.
+    """Dequantize `codes`. Returns the values in `dtype` and in the shape of the codes, computed a few rows at a time to save
+    memory.
 
-    scale: float32 [channels] or [1], or [down, across] for `blocks`, as `cast_or_quantize` returns it.
+    scale: float32 [channels] or [1], or [blocks down, blocks across] for `blocks`, as `cast_or_quantize` returns it.
     """
     if blocks is not None:
         return _dequantize_blocks(codes, scale, dtype, blocks)

@@ -20,11 +20,11 @@ Call = Callable[..., Any]
 
 
 class ModuleCalls:
-    """Reports the calls of all submodules of `module` to the current pass, from `watch` or `only_stop` until `remove`.
+    """Intercepts the calls of all submodules of `module`, from `watch` or `only_stop` until `remove`.
 
-    torch calls a function of this class in place of each module. That function calls the module with its hooks, so if a hook
-    changes the output, the changed output is reported. Forward hooks would be slower: 25 µs per call after a large product, when
-    the caches are cold (Intel Xeon with AMX). If a model's code calls a submodule's `forward` directly, that call is not reported.
+    Instead of a module, torch calls a function of this class, which calls the module with its hooks. If a hook changes the output,
+    the changed output is reported. Forward hooks would be slower: 25 µs per call after a large product, when the caches are cold
+    (Intel Xeon with AMX). If a model's code calls a submodule's `forward` directly, that call is not intercepted.
 
     Attributes:
         under_way: the pass to which calls are reported, or None between passes.
@@ -42,11 +42,11 @@ class ModuleCalls:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """Start reporting the calls of all submodules."""
+        """From now on, report every submodule call to the current pass."""
         self._put_everywhere(self._reporting)
 
     def only_stop(self) -> None:
-        """Start checking for cancellation before each module call, without reporting calls."""
+        """From now on, check for cancellation before each submodule call, without reporting the calls."""
         self._put_everywhere(self._stopping)
 
     def remove(self) -> None:
@@ -105,7 +105,7 @@ class ModuleCalls:
 
     @contextmanager
     def _apart(self) -> Iterator[None]:
-        """Run the block's arithmetic apart from the pass: the pass's mode does not see it, and autocast and the model's own
+        """Keep the block's own arithmetic out of the pass: no torch-function mode intercepts it, and autocast and the model's own
         `torch.inference_mode` are off. (Tensors created in inference mode could not be written to after the pass.)
         """
         with ExitStack() as contexts:

@@ -42,9 +42,9 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image and text independently; CLIP computes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Pairs of a pattern for model class names and the dimension of the classes (None: no distribution). The first match decides."""
+"""(pattern for the name of a model class, output dimension of the classes or None for no distribution). The first match wins."""
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
-"""Names of outputs whose last dimension holds class scores, unless `_BY_CLASS` states otherwise."""
+"""Names of outputs that hold class scores along their last dimension, for model classes that `_BY_CLASS` does not match."""
 _NOT_EXCLUSIVE = ("regression", "multi_label_classification")
 """Values of `config.problem_type` for classifiers whose outputs are real numbers or independent sigmoids, not a distribution."""
 

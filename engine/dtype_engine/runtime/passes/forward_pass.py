@@ -16,7 +16,7 @@ from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
 class ModuleObserver:
-    """Receives the outputs of modules during a pass. This base class ignores them; subclasses override what they need."""
+    """Receives module outputs during a pass. The methods of this base class do nothing; subclasses override some of them."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
         """Receive the first float tensor of a module's output, of any shape. `call` counts the calls of this module from 0. The
@@ -35,6 +35,8 @@ class ModuleObserver:
 class ForwardPass:
     """The state of one running forward pass.
 
+    A call is watched if its module is in `watched` (None: all modules). weights: the `id`s of the model's weights.
+
     Attributes:
         calls: the number of finished calls of each watched module.
         inside: the names of the running modules, innermost last. After an exception, the last one is the module that raised it.
@@ -43,8 +45,6 @@ class ForwardPass:
         spans: for each entry of `finished`, the number of calls that had finished when it began, if all modules are watched.
         effects: detects side effects, or None.
         observing_seconds: time spent on observers in seconds, which is not counted as time of the pass.
-
-    weights: the `id`s of the model's weights. watched: the names of the modules to observe; if None, all modules.
     """
 
     def __init__(
@@ -81,16 +81,16 @@ class ForwardPass:
         self.mode.module = name
 
     def watches(self, name: str) -> bool:
-        """Return whether the outputs of a module are observed."""
+        """Return whether the observer receives the outputs of this module."""
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """Return the call of an earlier pass whose output can replace the module's next call, or None."""
+        """Return the call in an earlier pass whose output replaces the module's next call, or None if the module must be called."""
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
-        """Record that a module has returned `output`, or that an output of an earlier pass has replaced its call."""
+        """Record the end of a module's call. output: what it returned, or the output of an earlier pass that replaces its call."""
         while self.inside.pop() != name:
             self.began.pop()  # this module raised an exception that its caller handled
         began = self.began.pop()
@@ -104,8 +104,8 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Give a watched module's output to the observer and the cache. If the output is from an earlier pass, give them instead
-        the records of all calls that it replaces.
+        """Pass a module's output on to the observer and the cache. If the output is from an earlier pass, pass on that pass's
+        records of this call and all calls inside it, which were skipped.
 
         began: the number of calls that had finished when the module began.
         """

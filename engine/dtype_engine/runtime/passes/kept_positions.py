@@ -23,7 +23,7 @@ _DECODER = re.compile("decoder")
 _CROSS_ATTENTION = re.compile(
     r"(EncDecAttention|encoder_attn|cross_attn|crossattention)\b.*\b(k|v|k_proj|v_proj|key|value)$"
 )
-"""Matches the names of decoder modules whose output rows are positions of the encoder."""
+"""Matches decoder modules that process the encoder's output: the key and value projections of cross-attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +52,13 @@ class KeptPositions:
         return None if encoder is None and decoder is None else cls(encoder, decoder, has_decoder)
 
     def of_main(self, name: str, output: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask for the main output `name`, or None if no position of it is left out."""
+        """Return the mask for the main output `name`, or None if all its positions are compared."""
         mask = self.decoder if self.has_decoder else self.encoder
         has_positions = output.ndim > 2 or name in _POSITION_OUTPUTS
         return mask if mask is not None and has_positions and output.shape[:2] == mask.shape else None
 
     def of_module(self, name: str, call: int, output: torch.Tensor) -> torch.Tensor | None:
-        """Return the mask for a module's output, or None if no position is left out or the output's rows are not positions.
+        """Return the mask for a module's output, or None if all its rows are compared, for example because they are not positions.
 
         The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
         two dimensions are flattened into one.
@@ -72,8 +72,8 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Return whether the rows of a module call's output are positions of the decoder. An embedding that the encoder and the decoder
-    share is called first for the encoder.
+    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder). `call` is the number of
+    the module's call: a shared embedding is first called for the encoder.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None
@@ -98,5 +98,5 @@ def _ones(mask: object) -> torch.Tensor | None:
 
 
 def _on(device: torch.device, mask: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a mask on a device, or None if it keeps all positions or none. (If it kept none, nothing would be left to compare.)"""
+    """Return a mask on a device. Returns None if it keeps all positions, and also if it keeps none, since some must be compared."""
     return None if mask is None or bool(mask.all()) or not bool(mask.any()) else mask.to(device)

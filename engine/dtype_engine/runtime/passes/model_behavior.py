@@ -16,11 +16,11 @@ class ModelBehavior:
     """
 
     observed: bool = False
-    """Whether any pass was checked for side effects. If False, `writers` and `stateful` mean nothing."""
+    """Whether a pass was checked for side effects. Before that, `writers` and `stateful` are not meaningful."""
     writers: set[str] = field(default_factory=set)
-    """Names of modules that change their arguments. Without a call of such a module, its changes would be missing."""
+    """Names of modules that change their arguments. Their calls must not be skipped, because their changes would be missing."""
     stateful: bool = False
-    """Whether outputs of modules depend on more than their arguments: on tensors that the model keeps, or on random numbers."""
+    """Whether module outputs depend on more than the arguments, such as on tensors that the model updates or on random numbers."""
 
     def add_effects(self, effects: SideEffects) -> None:
         """Add the side effects of one pass."""
@@ -30,5 +30,5 @@ class ModelBehavior:
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Merge two mappings from a weight to the number of module calls before its first use. The smaller number is kept."""
+    """Combine two mappings from weights to the number of module calls before the first use. The smaller number of both is kept."""
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

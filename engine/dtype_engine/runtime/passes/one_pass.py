@@ -26,14 +26,13 @@ class PassOptions:
     cached: frozenset[str] | None = None
     """Names of the modules whose outputs are kept for a later pass. If None, those of all watched modules."""
     earlier: OutputCache | None = None
-    """Outputs of an earlier pass over the same input. Those that can't have changed are reused. If none can be reused, all are
-    released."""
-    prefix: int | None = None
-    """The number of module calls, from the start of the pass `earlier`, that can't have changed. Only `ForwardRunner.partial` uses
-    it.
+    """Outputs of an earlier pass over the same input, to be reused if they can't have changed. If none can be reused, all are
+    released.
     """
+    prefix: int | None = None
+    """How many module calls at the start of the pass `earlier` can't have changed. Only `ForwardRunner.partial` uses this."""
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """A function that gets the pass's torch-function mode and returns a context manager, which the pass enters before that mode."""
+    """A function that returns a context manager, given the pass's torch-function mode. The context is entered before that mode."""
 
 
 @dataclass(slots=True)
@@ -46,13 +45,11 @@ class PassResult(Generic[Output]):
     finished: list[str]
     """The name of the called module for each module call, in the order in which the calls ended."""
     spans: list[int]
-    """For each entry of `finished`, the number of calls finished when this call began. Shorter if some modules were not watched."""
+    """For each entry of `finished`, how many calls had finished when that call began. Incomplete if some modules are unwatched."""
     first_use: dict[str, int]
-    """For each weight that was used, the number of module calls that had finished before its first use."""
+    """For each used weight, how many module calls had finished before its first use."""
     added: bool
-    """Whether anything ran that plain torch would not run: a weight was dequantized, or an operation got arguments in other dtypes
-    than the model's code passed.
-    """
+    """Whether the pass did more than plain torch would: it dequantized a weight, or cast an operation's arguments."""
     reused: bool = False
     """Whether outputs of an earlier pass replaced some module calls."""
     cache: OutputCache | None = None

@@ -37,7 +37,7 @@ class ModuleCall:
 
     @property
     def usable(self) -> bool:
-        """Whether the output can be reused: `record_call` accepted it, and nothing has written to its tensors since then."""
+        """Whether the output can be reused: its kind allows this (see `record_call`), and its tensors have not been written to."""
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 
@@ -47,11 +47,12 @@ _OPAQUE = object()
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
-    """Return the record of a finished call. span: how many calls had finished when it began and when it ended.
+    """Create the record of a finished call. span: how many calls had finished when it began, and when it ended.
 
-    An output is not reusable if it contains objects other than tensors and plain values (such as a key-value cache), or a tensor of
-    one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later operations; a tensor
-    with an autograd graph; a tensor without a version counter; a nested tensor; a tensor inside of `torch.vmap`.
+    The record has no reusable output if the output contains objects other than tensors and plain values (such as a key-value
+    cache), or a tensor of one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later
+    operations; a tensor with an autograd graph; a tensor without a version counter; a nested tensor; a tensor inside of
+    `torch.vmap`.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
@@ -78,10 +79,10 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 
 @dataclass(slots=True)
 class OutputCache:
-    """The outputs of one pass: its recorded calls in the order in which they finished, and the dtypes of the weights.
+    """The module outputs of one pass: records of its calls, in the order in which they finished, and the dtypes of the weights.
 
-    only: names of the modules whose outputs are kept; if None, those of all modules. names: the name of the called module for each
-    call, in order. first_use: for each weight, the number of calls that had finished before its first use.
+    only: names of the modules whose outputs are kept; if None, those of all modules. names: the called module's name for each call,
+    in order. first_use: for each weight, how many calls had finished before its first use.
 
     At most `budget` bytes of outputs are kept (`nbytes`, with each storage counted once). If a pass exceeds it, the cache becomes
     empty.
@@ -111,35 +112,34 @@ class OutputCache:
             self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Append a call without its output. Such a call is reused only as part of a call around it. span: as in `record_call`."""
+        """Record a call without its output. The call can only be skipped as part of a call around it. span: as in `record_call`."""
         if self.budget >= 0:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 
     def release(self) -> None:
-        """Release all outputs. The next pass, if it reuses none of them, then gets memory that is still in the CPU's cache."""
+        """Release all outputs. The next pass can then use their memory, which is still in the CPU's cache."""
         self.calls.clear()
         self._storages.clear()
         self.nbytes = 0
 
     def within(self, index: int) -> list[ModuleCall]:
-        """Return the calls that finished inside the call at `index` of `calls`, followed by that call itself."""
+        """Return the calls that were made inside the call at `index` of `calls`, followed by that call itself."""
         began_after = self.calls[index].began_after
         first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
         return self.calls[first : index + 1]
 
     def changed(self, dtypes: Mapping[str, str]) -> set[str]:
-        """Return the names of the weights whose dtype differs between the cached pass and `dtypes`."""
+        """Return the names of the weights that have another dtype in `dtypes` than in the cached pass."""
         return {name for name, dtype in dtypes.items() if self.dtypes[name] != dtype}
 
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """Return the outermost reusable calls among the first `prefix` calls. Keys: the module and the number of its call. Values:
-        the call's index in `calls`.
+        """Return which calls among the first `prefix` calls can be skipped: {(module, number of its call): index in `calls`}. Calls
+        inside a skipped call are not listed.
 
-        If a call can't be reused, it runs again, and calls inside it are checked separately. This is so for unusable outputs, for
-        the `writers`, which change their arguments, and for calls of or around `hooked` modules, because hooks must see the
-        outputs.
+        A call must run again if its output is not usable, if its module is one of `writers`, which change their arguments, or if it
+        is or contains a call of a `hooked` module, whose hooks must see the output. Calls inside it may still be skipped.
         """
         before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:

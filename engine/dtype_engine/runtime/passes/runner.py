@@ -44,8 +44,8 @@ class ForwardRunner:
     `candidate_call`. The method also accepts `PassOptions` and an observer, returns a `PassResult`, and raises NoForward,
     KernelError and Cancelled.
 
-    watch: if False, passes can be cancelled but are not observed. behavior: facts about the model, shared by everything that runs
-    its passes; if None, no facts are known.
+    watch: if False, passes can be cancelled but are not observed. behavior: facts that earlier passes of the model have shown and
+    that all its runners share; if None, there are none.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class ForwardRunner:
         self._calls.remove()
 
     def without_settings(self) -> ForwardRunner:
-        """Return a runner of the same model without the candidate's settings. Use it inside this runner's block."""
+        """Return a runner of the same model with default settings. It can be used only inside this runner's block."""
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch, self.behavior)
 
     def reference_call(self, batch: Batch) -> Callable[[], Any]:
@@ -134,10 +134,10 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Run the reference, but use cast weights in the modules for which `inside(name)` is True; see `PartialCastMode`.
+        """Run the reference, but with cast weights in the modules for which `inside(name)` is True; see `PartialCastMode`.
 
-        Also returns, for each module that uses one of the weights in `drifting` (by `id`), the number of module calls that had
-        finished before its first operation on one of these weights.
+        drifting: the `id`s of the weights whose casts change results. For each module that uses one of them, the method also
+        returns how many module calls had finished before this first happened.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
         cache = _new_cache({}, options)
@@ -146,7 +146,7 @@ class ForwardRunner:
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the calls with a reusable output among the first `prefix` module calls of an earlier pass."""
+        """Return the calls to skip, as `reusable_calls` does. There are none if the model is stateful or was not observed."""
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)

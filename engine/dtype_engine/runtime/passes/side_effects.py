@@ -11,13 +11,13 @@ from torch import nn
 from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
-"""Maximum nesting depth at which arguments are inspected: enough for a tensor in a tuple in a layer in a list in a cache."""
+"""Maximum nesting depth at which arguments are inspected. A key-value cache may hold lists of layers with tuples of tensors."""
 Found = list[tuple[Any, Any]]
-"""Pairs of an object and a value that changes if the object is written to: a tensor's version, or a container's length."""
+"""(object, version): the version is a value that changes if the object does: a tensor's version counter or a container's length."""
 
 
 class SideEffects:
-    """Detects the side effects of one pass. Create it before the pass begins.
+    """Detects the side effects of module calls during one pass, such as writes to arguments. Create it before the pass begins.
 
     Attributes:
         writers: names of the modules that changed their arguments, by writing to a tensor or adding to a list or dict.
@@ -35,8 +35,8 @@ class SideEffects:
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """Compare the arguments after a module has returned. depth: number of modules that are still running around it. (Calls
-        inside it that raised an exception never reported their end, so their records are dropped.)
+        """Record whether a module has changed its arguments. depth: number of modules that are still running around it. Records of
+        calls inside it that ended with an exception are dropped.
         """
         del self._given[depth + 1 :]
         args, kwargs, before = self._given.pop()
@@ -44,7 +44,7 @@ class SideEffects:
             self.writers.add(name)
 
     def drew_numbers(self) -> bool:
-        """Return whether the pass, which is over, drew random numbers, so that its calls depended on more than their arguments."""
+        """Return whether the finished pass drew random numbers, so that its outputs depend on more than the arguments."""
         return any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
 
     def _generators(self) -> list[torch.Tensor]:
@@ -60,7 +60,7 @@ def _found_in(value: Any) -> Found:
 
 
 def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
-    """Append `value` and everything in it to `found`, including attributes of objects, but not those of modules and classes."""
+    """Append (object, version) to `found` for `value` and everything in it, including attributes of objects other than modules."""
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))
         return

@@ -27,12 +27,12 @@ _DEPTH = 6
 """Maximum nesting depth at which containers and objects are inspected."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
-"""Names of the dicts in an `nn.Module` that hold tensors and submodules. The other dicts hold hooks."""
+"""The attributes of an `nn.Module` that hold its tensors and submodules. Its other dicts hold hooks."""
 
 
 @contextmanager
 def stored_values(model: LiveModel) -> Iterator[None]:
-    """Replace the weights' cast data by their stored data inside the block. On the CPU, only pointers change."""
+    """Let the module hold the stored data instead of the cast data while the block runs. On the CPU, only pointers change."""
     changed = [weight for weight in model.weights.values() if weight.changed]
     try:
         for weight in changed:
@@ -49,9 +49,10 @@ def stored_values(model: LiveModel) -> Iterator[None]:
 def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
-    """Give the pass in the block the same initial state as every other pass, and restore the model's state after the block.
+    """Make a pass in the block reproducible: it starts with the same state and random numbers as every other pass, and compiled
+    code runs uncompiled. The model's state is restored after the block.
 
-    The mode also runs the calls of TorchScript functions, which torch shows to no mode.
+    `mode` also intercepts calls of TorchScript functions, which torch does not show to modes.
     """
     found = left_as_found(model, behavior, modules, mode)
     with same_random_numbers(model.device), found, uncompiled(), scripted_calls(mode.run):
@@ -111,7 +112,7 @@ class _State:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Attribute dicts of modules and objects, each with a copy of the contents that it had when the state was saved."""
+        """(attribute dict of a module or object, copy of its contents) when the state was saved."""
         self._containers: list[tuple[Any, Any]] = []
         """Containers, each with a copy of the contents that it had when the state was saved."""
         self._seen: set[int] = set()
@@ -143,10 +144,10 @@ class _State:
             self._add(item, depth - 1)
 
     def restore(self, wrote: bool) -> bool:
-        """Restore changed state, and return whether a tensor, a number or the contents of a container had changed.
+        """Restore what has changed. Returns whether a tensor, a number or the contents of a container had changed.
 
-        If a tensor has changed, or `wrote` is True because the pass wrote to a tensor, all attributes are restored, including flags
-        such as "already initialised". Otherwise, flags and functions stay changed, such as hooks that are registered only once.
+        If a tensor has changed, or if the pass wrote to one (`wrote`), all attributes are restored, including flags such as
+        "already initialised". Otherwise, changed flags and functions stay, such as hooks that are registered only once.
         """
         containers = [(holder, had) for holder, had in self._containers if not _has_same(holder, had)]
         for holder, had in containers:

@@ -21,16 +21,16 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""Maximum number of dtype-dependent weights to measure: those read first in a pass. Each needs one pass per dtype."""
+"""Maximum number of weights to measure by separate passes: those whose output dtype is read first. Each needs a pass per dtype."""
 
 
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
-    """Return the (weight, dtype) pairs to measure by separate passes in a sequence.
+    """Return the (weight, dtype) pairs to measure by separate passes in the sequence number `sequence`.
 
-    read: the weights of operations whose output dtype was read, in the order of the pass. If there are enough sequences, each
-    sequence measures at most one pair, in turn. One sequence in each round measures none, so the average cost is below one pass per
+    read: the weights of operations whose output dtype was read, in the order of the pass. If there are enough sequences, they take
+    turns: each measures one pair, and one sequence in every round measures none, so that the average is below one pass per
     sequence.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
@@ -42,7 +42,7 @@ def weights_to_measure(
 
 
 class SingleWeightCastMode(ReferenceMode):
-    """Runs the reference with one weight in a compute dtype, exactly like the candidate of a recipe that casts only this weight."""
+    """Runs the reference with one weight cast to a dtype that torch computes in, as if a recipe cast only this weight."""
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
         super().__init__(weights, device)

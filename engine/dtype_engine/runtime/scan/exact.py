@@ -24,11 +24,11 @@ from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 _REPORT_EVERY = 64
-"""Number of measurements between two intermediate reports."""
+"""Number of measurements after which the scan reports its intermediate results."""
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return, for each weight, a dtype in which it does not drift: float32, or the stored dtype if that equals the reference."""
+    """Return, for each weight, a dtype in which it causes no drift: its own if wide enough or never cast, else float32."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
@@ -54,11 +54,11 @@ class MeasuredWeight:
 
 @dataclass
 class ExactScan:
-    """Measures each weight in each dtype, with the rest of the model as in the reference. Modules that run before the weight's
-    first use are not run again.
+    """Measures the drift of each weight in each dtype with a separate pass, in which the rest of the model equals the reference.
+    Modules that run before the weight is first used are not run again.
 
-    This class has the same interface as `Scan`. A step measures one weight in one dtype. Afterwards, the model stays cast as in the
-    last measurement, so the caller has to restore its recipe.
+    This class has the same interface as `Scan`, whose unit of work is a sequence. Here it is the measurement of one weight in one
+    dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to restore its recipe.
     """
 
     model: LiveModel
@@ -99,7 +99,7 @@ class ExactScan:
 
     @property
     def parts(self) -> int:
-        """The number of measurements. Casts that lose nothing are not measured."""
+        """The number of measurements in the whole scan. Casts that round nothing need no measurement."""
         return len(self._costly)
 
     @property
@@ -166,7 +166,7 @@ class ExactScan:
             self.write(self.save)
 
     def report(self) -> ScanReport:
-        """Return the scores measured until now, and a score of 0 for casts that lose nothing."""
+        """Return the scores of all measurements made so far. Casts that round nothing have the score 0."""
         costly = set(self._costly)
         known = {key: self.done[key] if key in costly else (0.0, 0.0)
                  for key in self.wanted if key in self.done or key not in costly}  # fmt: skip

@@ -34,7 +34,8 @@ class LastScan:
         exact: bool,
         save: Path | None,
     ) -> ScanTask:
-        """Return the scan of `model` in the dtypes `names`: the kept scan if it has the same parameters, otherwise a new one.
+        """Return a scan of `model` in the dtypes `names`: the one requested last if its parameters are the same, otherwise a new
+        one.
 
         Raises UserError for an unknown dtype, and if the file `save` holds a scan with other parameters.
         """

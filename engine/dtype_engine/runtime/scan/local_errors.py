@@ -59,7 +59,8 @@ class LocalErrors:
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """Return the local errors Δ [D, E] of each output for `weight` in each of the dtypes `names`, in the reference's dtype.
+        """Rerun an operation with `weight` in each of the dtypes `names`. Returns, for each output, the local errors Δ [D, E] in
+        the reference's dtype.
 
         Raises KernelError if the operation has no kernel for a dtype.
         """
@@ -77,8 +78,8 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """Return a weight's values after a cast: in the compute dtype, or, for a format that is only stored (such as float8),
-        dequantized to the reference's dtype.
+        """Return a weight's values after a cast. If `dtype` is a format with scales, such as float8, they are dequantized to the
+        reference's dtype.
 
         A tensor scale is computed over all fused weights that share it, as in a recipe that gives them one format.
         """
@@ -121,7 +122,7 @@ class _Again:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Replace the argument with id `key`, a function of a weight, by that function of `value`. Returns the new id."""
+        """Recompute the argument with id `key`, a function of a weight, from the new `value` of the weight. Returns its new id."""
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:

@@ -1,4 +1,4 @@
-"""Merges parts of a scan, which several jobs have saved, into one scan."""
+"""Merges the results of one scan that several jobs have saved in files of their own."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.saved import SavedScan
 
 _NAMED = 12
-"""Maximum number of shards or files that an error message lists."""
+"""Maximum number of names (of shards or of files) that one error message lists."""
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """Merge the parts in `files` into one scan. Its scores are the same as if one process had run the whole scan.
+    """Merge the results that several jobs have saved in `files` into one scan. Its scores are the same as if one process had run
+    the whole scan.
 
     Raises UserError if a file is from another scan (its model, inputs, dtypes, settings, draws or method differ), if two files have
-    the same part with different values, or if parts are missing.
+    different results for the same sequence or measurement, or if results are missing.
     """
     first, *others = [scan_file.read_any(file) for file in files]
     for file, other in zip(files[1:], others, strict=True):
@@ -54,14 +55,14 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Return the seconds of plain passes: for an estimated scan, the sum over its sequences; for an exact scan, a single pass."""
+    """Return the time of plain forward passes for the merged scan: the sum of both or, for an exact scan, that of a single pass."""
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds
     return one.forward_seconds or other.forward_seconds
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence that lists the shards without a file and the files of unfinished shards."""
+    """Return a sentence that names the shards without a file, and the files of shards that did not finish."""
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:

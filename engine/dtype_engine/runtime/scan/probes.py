@@ -1,6 +1,7 @@
-"""Probes: random vectors at the main output whose mean outer product is the output's Fisher information.
+"""Probes: random vectors from which backward passes start at the main output. Their mean outer product is the matrix that defines
+the drift's second-order term, such as the Fisher information of a distribution.
 
-For distributions, probes are computed from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because estimates
+Probes of distributions are computed from random (Rademacher) signs, as in Hutchinson's trace estimator (1990), because estimates
 from signs have a lower variance than estimates from Gaussian numbers.
 
 Shapes: P positions (of all examples), C classes. Output [..., C]; a probe has the shape and dtype of the output.
@@ -14,12 +15,12 @@ import torch
 
 
 class OutputProbes:
-    """Gradients at the main output whose mean outer product is the matrix that weighs errors in the drift's second-order term.
+    """Yields the probes for one output. Their mean outer product is the matrix M for which an output error Δ causes a drift
+    proportional to Δᵀ M Δ, to second order.
 
-    For a distribution of C classes over P positions, this matrix is the Fisher information of the softmax. For any other output, it
-    is the identity. Sums over the gradients are divided by `normalizer`, which is the number of positions, or the output's energy
-    Σr². If a few vectors reproduce the matrix exactly, all of them are used (`complete`). The matrix is then the sum of their outer
-    products instead of the mean.
+    For a distribution of C classes over P positions, M is the Fisher information of the softmax. For any other output, it is the
+    identity. Drifts are divided by `normalizer`: the number of positions, or the output's energy Σr². If a few vectors give M
+    exactly as the sum of their outer products, these are all used instead of random ones (`complete`).
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:

@@ -8,8 +8,8 @@ The estimate covers every `topk` call whose scores have a gradient. A few calls 
 estimated for each sampled call:
 
 - The standard deviation σ of the change that a weight's error causes in the margins (the k-th score minus the next). As with the
-  probes of the output, a gradient of random signs at the margins is propagated back; (Σ g·Δ)² is then a sample of the sum of the
-  squared changes.
+  probes of the output, a gradient of random signs at the margins is propagated back; with the gradients g and local errors Δ at the
+  weight's operations, (Σ g·Δ)² is then a sample of the sum of the squared changes.
 - The drift that one swap costs. The reference runs again with the k-th and the next choice swapped for the tokens with the
   smallest margins.
 
@@ -19,7 +19,7 @@ most likely no token swaps (the expected number of swaps is below ln 2), no drif
 This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
 measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).
 
-Shapes: margins [tokens], with all sequences and positions flattened; flips [dtypes of all weights, tokens].
+Shapes: margins [tokens], with all sequences and positions flattened; swap probabilities [dtypes of all weights, tokens].
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Key = tuple[str, str]
 SAMPLED_CALLS = 16
 """Number of `topk` calls that are sampled over all sequences."""
 _SWAPPED = 8
-"""To measure the cost of a swap, 1 / `_SWAPPED` of the tokens is swapped: those with the smallest margins."""
+"""The cost of a swap is measured by swapping the tokens with the smallest margins: 1 / `_SWAPPED` of all tokens."""
 
 
 @dataclass(slots=True)
@@ -59,20 +59,20 @@ class TopKSample:
 
     index: int
     share: float
-    """The number of `topk` calls of the sequence that this sample represents: all calls / sampled calls."""
+    """How many of the sequence's `topk` calls this sample stands for: the number of all calls / that of sampled calls."""
     margins: list[float]
     """One margin per token."""
     cost: float = 0.0
-    """The drift from swapping one token, summed over the sequence's positions."""
+    """The drift caused by swapping the choices of one token, summed over all positions of the sequence."""
     squares: dict[Key, float] = field(default_factory=dict)
-    """A sample of the sum of the squared changes of the margins, keyed by weight and dtype."""
+    """A random estimate of the sum of squared changes of the margins that a cast causes, keyed by weight and dtype."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """The mean of `squares` if errors of an operation's output elements were independent, keyed by weight and dtype."""
+    """The expected value of `squares` if the errors in an operation's output were independent, keyed by weight and dtype."""
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Choose the `topk` calls to sample in a sequence. Each sequence samples different calls, so that enough sequences cover all
-    calls.
+    """Choose the `topk` calls to sample in a sequence. Sequences sample different calls, so that together they cover all calls if
+    there are enough of them.
     """
     count = len(calls)
     if not count:
@@ -84,7 +84,7 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
-    """Return a `topk` call with its margins, or None if the call selects all scores or the scores do not depend on any weight."""
+    """Compute the margins of a `topk` call. Returns None if the call selects all scores, or if no weight influences the scores."""
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
         return None
@@ -132,7 +132,7 @@ class SwapTopKMode(ReferenceMode):
 
 
 def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
-    """Return a mask of the tokens with the smallest margins, bool [tokens]."""
+    """Return a mask, bool [tokens], that is True for the tokens with the smallest margins, `1 / _SWAPPED` of all."""
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
     rows[finite.argsort()[: max(1, len(margins) // _SWAPPED)]] = True
@@ -140,7 +140,7 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
 
 
 def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
-    """Return (expected drift from rerouted tokens, its variance), summed over the samples' sequences, keyed by weight and dtype."""
+    """Return the expected drift from rerouted tokens and its variance, for each (weight, dtype), summed over the sequences."""
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}

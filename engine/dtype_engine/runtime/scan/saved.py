@@ -1,4 +1,4 @@
-"""Reads and writes saved scans: JSON with the results of each part and a fingerprint of the model, inputs and settings.
+"""Reads and writes saved scans: JSON with the results and a fingerprint of the model, inputs and settings.
 
 An estimated scan has `sequences`, each with its index. An exact scan has `scores`.
 """
@@ -82,17 +82,17 @@ class SavedScan:
     forward_seconds: float
     scan_seconds: float
     parts: int
-    """The number of parts in the whole scan: sequences in an estimated scan, measurements in an exact scan."""
+    """The size of the whole scan: the number of sequences of an estimated scan, or of measurements of an exact scan."""
     done: dict[int, SequenceScores]
     """The results of an estimated scan, keyed by sequence index."""
     measured: dict[Key, tuple[float, float | None]] | None = None
     """The score and standard error of each measurement in an exact scan, or None for an estimated scan."""
     shard: Shard = WHOLE
-    """The shard of the scan that ran most recently."""
+    """The shard that was being scanned when the file was last saved."""
 
     @property
     def count(self) -> int:
-        """The number of finished parts of the scan."""
+        """The number of finished sequences of an estimated scan, or of finished measurements of an exact scan."""
         return len(self.done) if self.measured is None else len(self.measured)
 
 
@@ -100,22 +100,22 @@ class _TopKSample(msgspec.Struct):
     """The form in which a `TopKSample` is saved in the file of a scan."""
 
     place: int
-    """The `index` of the `TopKSample`."""
+    """Holds `TopKSample.index`."""
     share: float
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """The fields `squares` and `independent` as rows of (weight, dtype, squares, independent)."""
+    """`TopKSample.squares` and `TopKSample.independent` as rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
     """The form in which a `SequenceScores` is saved in the file of a scan."""
 
     mass: float
-    """The `normalizer` of the `SequenceScores`."""
+    """Holds `SequenceScores.normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Four fields of the `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
+    """Four fields of `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
     selections: list[_TopKSample]
     index: int
 
@@ -159,10 +159,10 @@ def write(path: Path, saved: SavedScan) -> None:
 
 
 def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
-    """Save a scan together with the parts that other processes have saved in the same file. Returns the new file's identity.
+    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity.
 
-    seen: the file's identity after this scan last wrote it. If two processes write at the same moment, the parts of one process are
-    missing until that process saves again. Raises UserError if the file can't be written, or now holds another scan.
+    seen: the file's identity after this scan last wrote it. If two processes write at the same moment, the results of one are
+    missing in the file until it saves again. Raises UserError if the file can't be written, or now holds another scan.
     """
     if path.exists() and (seen is None or seen.change() is not None):
         other = read(path, saved.fingerprint, saved.draws, saved.measured is not None)
@@ -231,7 +231,7 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Combine columns into rows of (weight, dtype, the value from each column, or None if a column has no value)."""
+    """Combine mappings into rows of (weight, dtype, value in each mapping or None)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 

@@ -51,7 +51,7 @@ from dtype_engine.search.sensitivity import is_lossless
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""A plain forward pass is timed for one in this many sequences; for the others, its duration is estimated from the output size."""
+"""A plain forward pass is timed in one of this many sequences. For the others, its time is estimated from the output size."""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -63,7 +63,7 @@ def default_draws(sequences: int) -> int:
 
 
 def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
-    """Return the dtypes to score: `targets`, and the weight's stored dtype, which may also drift from the float32 reference."""
+    """Return the dtypes in which a weight is scored: `targets` and its stored dtype, which may also drift from the reference."""
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 
@@ -82,8 +82,8 @@ class ScannedSequence:
 
 @dataclass
 class Scan:
-    """A running or finished scan. `run` continues it. Callers that scan sequences in other processes call the steps of `run`, which
-    are `measure` and `add`.
+    """A scan that estimates scores, which may be running, stopped or finished. `run` scans the remaining sequences. For each of
+    them it calls `measure` and then `add`; callers can do this themselves to scan sequences in other processes.
     """
 
     model: LiveModel
@@ -104,8 +104,8 @@ class Scan:
     shard: Shard = WHOLE
     """The share of the sequences that this process scans."""
     on_unsaved: Callable[[str], None] | None = None
-    """A function that is called with the reason if the file can't be written; the scan then continues unsaved. If None, UserError
-    is raised instead.
+    """A function that is called with the reason if the file can't be written, after which the scan continues unsaved. If None,
+    UserError is raised instead.
     """
     _seen: FileIdentity | None = None
 
@@ -145,13 +145,13 @@ class Scan:
         self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        """Return whether a cast loses nothing: it rounds neither the weight nor the activations multiplied by the weight."""
+        """Return whether a cast causes no drift: it rounds neither the weight nor the activations multiplied by it."""
         rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
         return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
 
     @property
     def parts(self) -> int:
-        """The number of sequences."""
+        """The number of sequences in the whole scan."""
         return len(self.inputs.batches)
 
     @property
@@ -161,15 +161,15 @@ class Scan:
 
     @property
     def private_bytes(self) -> int:
-        """Number of bytes that a process needs in addition to the mapped files: the largest weight in each dtype. Graphs are not
-        included, because they have a separate budget.
+        """Number of bytes that a process needs in addition to the mapped files: the largest weight in each dtype. The memory of
+        autograd graphs is limited separately (`budget`).
         """
         return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
             1 + len(self.dtypes)
         )
 
     def pending(self) -> list[int]:
-        """Return the indexes of the sequences of this shard that are not scanned yet."""
+        """Return the indexes of the sequences that this process still has to scan."""
         return [index for index in self.shard.of(range(self.parts)) if index not in self.done]
 
     def run(

@@ -3,12 +3,12 @@
 A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error). Its standard
 error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
 
-A sample (Σ g·Δ)² has a relative standard error of √2, and samples of different dtypes are independent. Its ratio to Σ g²Δ² shows
-how strongly an operation's errors are correlated, and this ratio is nearly the same in all dtypes of a weight. Therefore each ratio
-is shrunk towards the mean ratio of its weight, unless ratios differ between dtypes by more than sampling explains. This is an
-empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's Estimator and its Generalizations"
-(1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the amount by which the median variance
-between dtypes exceeds v.
+A sample (Σ g·Δ)² of gradients g and local errors Δ has a relative standard error of √2, and samples of different dtypes are
+independent. Its ratio to Σ g²Δ² shows how strongly an operation's errors are correlated, and is nearly the same in all dtypes of a
+weight. Therefore each ratio is shrunk towards the mean ratio of its weight, unless ratios differ between dtypes by more than
+sampling explains. This is an empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's
+Estimator and its Generalizations" (1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the
+amount by which the median variance between dtypes exceeds v.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class SequenceScores:
     normalizer: float
     """The divisor of the sums: the number of positions, or the energy of the output."""
     sums: dict[Key, float]
-    """(Σ g·Δ)² over the sequence's positions, averaged over the probes."""
+    """(Σ g·Δ)², averaged over the probes: gradients g times local errors Δ at the outputs of the weight's operations."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """Σ g²Δ². It equals `sums` if errors of an operation's output elements are independent, and varies far less between probes."""
+    """Σ g²Δ², with g and Δ of `sums`. It equals `sums` if the Δ are independent, and varies far less between probes."""
     errors: dict[Key, float] = field(default_factory=dict)
     """The standard errors of `sums`."""
     complete: bool = False
@@ -48,7 +48,7 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return every score and its standard error. The score is 0 if `free(weight, dtype)` is True: the cast loses nothing."""
+    """Return each weight's score and standard error in each dtype. A score is 0 if the cast rounds nothing (`free`)."""
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
@@ -76,7 +76,7 @@ def combine_scores(
 def _score(
     done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
-    """Return the ratio estimate Σ sums / Σ normalizers over all sequences, and its standard error."""
+    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error."""
     parts = [each.get(key, 0.0) for each in sums]
     normalizer, count = sum(normalizers), len(normalizers)
     score = sum(parts) / normalizer if normalizer else math.inf
@@ -92,9 +92,11 @@ def _score(
 def _shrink_to_mean(
     scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
-    """Shrink each weight's ratios towards their mean, and change `scores` in place.
+    """Shrink each ratio of `sums` to `independent` (see `SequenceScores`) towards its weight's mean ratio, and correct `scores` in
+    place.
 
-    All variances are relative. A sum of many products g·Δ is nearly Gaussian, so the variance of its mean square is 2 / samples.
+    All variances are relative. A sum of many products of gradients and errors is nearly Gaussian, so the variance of its mean
+    square is 2 / samples.
     """
     variance = 2.0 / (num_probes * sum(not sequence.complete for sequence in done))
     groups: list[dict[Key, float]] = []

@@ -1,8 +1,7 @@
-"""Scans one sequence: a forward pass with an autograd graph, the backward passes, and the sums of g·Δ.
+"""Scans one sequence: a forward pass with an autograd graph, the backward passes, and sums of gradients times local errors.
 
-Shapes: D dtypes of a weight; E elements of one output of an operation; N gradients for this output; B backward passes, of which
-the first are for probes, followed by one for each sampled `topk`. Errors Δ [D, E]; gradients g [N, E]; sums of g·Δ [D, B] in
-float64.
+Shapes: D dtypes of a weight; E elements of one output of an operation; N gradients for this output; B backward passes, of which the
+first are for probes, followed by one for each sampled `topk`. Errors Δ [D, E]; gradients g [N, E]; sums of g·Δ [D, B] in float64.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ class SequenceScan:
     wanted: Mapping[str, tuple[str, ...]]
     """The dtypes in which each weight is scored."""
     costly: Mapping[str, tuple[str, ...]]
-    """The dtypes of `wanted` that change a weight's values or round its activations, so that the weight must be measured."""
+    """The dtypes of `wanted` in which a weight may drift: the cast rounds the weight or the activations multiplied by it."""
     num_probes: int
-    """Number of backward passes from the main output."""
+    """Number of backward passes that start at the main output."""
     budget: int
     """Maximum number of bytes for gradients."""
     local: LocalErrors
@@ -61,7 +60,7 @@ class SequenceScan:
     """A function that is called as `on_measured(done, total)` with the number of measured operations and of all operations."""
     cancelled: IsCancelled
     classes: ClassesDim = "auto"
-    """The setting `classes_dim`, which decides the output dimension that holds the logits of a distribution."""
+    """The setting `classes_dim`: the output dimension along which logits lie, "auto" or "none"."""
     unit: str = ""
     elements: int = 1
     """Number of elements in the main output."""
@@ -98,7 +97,7 @@ class SequenceScan:
         reference = _Reference(main.detach(), distribution)
 
         def drift(mode: ReferenceMode) -> float:
-            """Return the drift of a pass under the given mode, summed over the positions."""
+            """Run a forward pass in a mode. Returns the drift of its output from the reference's, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
             output = main_output(self._call(batch, mode))[1]
@@ -149,7 +148,7 @@ class SequenceScan:
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with an autograd graph. If later operations overwrite recorded tensors, run it again and copy them."""
+        """Run the reference with an autograd graph. If recorded tensors are overwritten later, run it again with copies of them."""
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
@@ -164,7 +163,7 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes. Those from routing margins run first, so that they are measured with the first probes."""
+        """Run all backward passes: first those that start at routing margins, then those that start at the main output."""
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
@@ -199,7 +198,7 @@ class SequenceScan:
             self._measure(operation)
 
     def _measure(self, operation: WeightOp) -> None:
-        """Add the products of an operation's local errors and gradients to the sums, and release the gradients."""
+        """Compute an operation's local errors, add their products with its gradients to the sums, and release the gradients."""
         if self.cancelled():
             raise Cancelled
         gradients_of = [_Gradients.of(each, self._count) if each else None for each in operation.gradients]
@@ -216,7 +215,7 @@ class SequenceScan:
         self.on_measured(self._measured, len(self._operations))
 
     def _add(self, weight: str, errors: torch.Tensor, gradients: _Gradients) -> None:
-        """Add the products of one output's errors and gradients to the sums. `errors` [D, E] are overwritten."""
+        """Add the products of local errors and gradients at one output to the sums. `errors` [D, E] are overwritten."""
         if weight not in self._sums:
             shape = len(errors), self._count + len(self._samples)
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
@@ -232,17 +231,17 @@ class _Gradients:
     """The gradients of one output of an operation."""
 
     stacked: torch.Tensor
-    """The gradients, [N, E]."""
+    """N gradients of an output of E elements, [N, E]."""
     columns: torch.Tensor
     """The number of the backward pass for each gradient, [N]."""
     squares: torch.Tensor
     """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
     apart: torch.Tensor
-    """The column of `SequenceScan._independent` for each row of `squares`."""
+    """For each row of `squares`, the column of `SequenceScan._independent` to which its products are added."""
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack gradients. `count` is the number of probes: backward passes with higher numbers belong to sampled `topk` calls."""
+        """Stack pairs (number of the backward pass, gradient). Numbers from `count` on belong to sampled `topk` calls."""
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         drawn = torch.zeros_like(gradients[0][1])
@@ -258,7 +257,7 @@ class _Gradients:
 
 
 class _Reference:
-    """The reference's output in float64, prepared once for several comparisons with the definitions in `metrics`."""
+    """The reference's output in float64, prepared for several comparisons. `metrics` defines the metrics."""
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution

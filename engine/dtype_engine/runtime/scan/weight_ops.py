@@ -33,12 +33,12 @@ Remake = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class WeightOrigin:
-    """The way in which a tensor derives from a single weight: it is the weight itself, a view of it, or another function of it."""
+    """How a tensor was computed from a single weight: it is the weight itself, a view of it, or another function of it."""
 
     weight: str
     """The weight's canonical name."""
     remake: Remake
-    """A function that computes the tensor from other values of the weight."""
+    """A function that computes the same kind of tensor from other values of the weight, such as its values after a cast."""
     itself: bool
     """Whether the tensor is the weight itself, so that `remake` returns its argument."""
     written: bool = False
@@ -55,12 +55,12 @@ class WeightOp:
     args: Arguments
     kwargs: dict[str, Any]
     sources: dict[int, WeightOrigin]
-    """The arguments that come from weights, keyed by the `id` of the argument."""
+    """The arguments that were computed from weights, and how, keyed by the `id` of the argument."""
     outputs: list[torch.Tensor]
     versions: list[int] = field(default_factory=list)
-    """torch's version counters of the operation's arguments and outputs, taken right after the operation."""
+    """torch's version counters of the arguments and outputs when the operation ended, to detect later writes to them."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
-    """For each output of E elements: pairs of a backward pass's number and its gradient [E], until the gradients are used."""
+    """For each output of E elements, the gradients received so far: pairs (number of the backward pass, gradient [E])."""
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -69,7 +69,7 @@ class WeightOp:
 
     @property
     def overwritten(self) -> bool:
-        """Whether a later operation wrote to the arguments or outputs, so that a rerun would use other values."""
+        """Whether the arguments or outputs were written to after the operation, so that a rerun would use other values."""
         return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
@@ -86,9 +86,9 @@ class WeightOpRecorder(ReferenceMode):
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
     dtype the model's code has read.
 
-    wanted: the weights whose operations are recorded. copies: indexes, in the order of the pass, of operations whose tensors are
-    overwritten later, so that copies of these tensors are kept. on_gradient(operation, index of the output, gradient): called in
-    the backward pass.
+    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of the operations whose tensors
+    are copied, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
+    backward pass.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class WeightOpRecorder(ReferenceMode):
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that writes to a weight, and record how to compute the weight's new values from other values of the weight."""
+        """Run a call that writes to a weight, and record it so that it can be repeated on other values of the weight."""
         tensor = self.weights[key].tensor
         before = self._source(tensor)
 
@@ -233,7 +233,7 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether the results are a view or another function of a single weight and of nothing else, such as `-exp(A)`."""
+        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`."""
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
         return only_weights and one and bool(results) and not any(tensor.requires_grad for tensor in results)
@@ -265,7 +265,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
-    """Return an output in which the tensors whose `id` is in `new` are replaced. torch's named tuples become plain tuples."""
+    """Return an output with the tensors in `new` (keyed by `id`) replaced. torch's named tuples become plain tuples."""
     if not new:
         return value
     if isinstance(value, torch.Tensor):

@@ -14,7 +14,7 @@ OnProgress = Callable[[int, int], None]
 
 
 class Casting:
-    """A live model, the current recipe by which its weights are cast, and the history of recipes."""
+    """Casts a live model's weights by recipes, and keeps the history of recipes for undo and redo."""
 
     def __init__(self, model: LiveModel) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class Casting:
         self.use(recipe, on_progress, cancelled)
 
     def add(self, rule: Rule) -> None:
-        """Apply the current recipe with one more rule at the end, as a step that `undo` can revert. Raises UserError if the rule
+        """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError if the rule
         matches nothing, Cancelled, and TooSlow before anything is changed.
         """
         recipe = self.plan.recipe.then(rule)
@@ -62,7 +62,7 @@ class Casting:
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:
-        """Undo all casts made in the block: when the block ends, the current recipe is applied again."""
+        """Cast the model by the current recipe again when the block ends, whatever the block has cast."""
         try:
             yield
         finally:

@@ -26,8 +26,8 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return the number of threads for each of `processes` processes that share `threads` threads. If `threads` is None, the
-    processes share torch's default number.
+    """Return the number of threads for each of several processes if they share `threads` threads, or torch's default number if
+    None.
     """
     return max(1, (threads or torch.get_num_threads()) // processes)
 

@@ -1,4 +1,4 @@
-"""The session: one open model and all operations on it. It is the synchronous public API, and the only part used by the worker."""
+"""The session: one open model and all operations on it. It is the synchronous public API. The worker uses nothing else."""
 
 from __future__ import annotations
 
@@ -98,8 +98,7 @@ class Session:
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """The reason why the model can't be run: a sentence with placeholders for advice that the command line or the app fills in.
-        """
+        """Why the model can't be run, or None if it can: a sentence with placeholders for hints (see `core.hints`)."""
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)
@@ -454,8 +453,8 @@ class Session:
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
-        """Attribute the drift of the current recipe to modules, by running the model with one module as the recipe casts it and all
-        other modules as in the reference, for one module after another.
+        """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
+        casts it and all other modules as in the reference.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
@@ -600,12 +599,12 @@ class Session:
         """Time whole forward passes in the reference's dtype, with the stored weights, and with the cast weights.
 
         Args:
-            on_passes: Called with the row that is being timed, the number of finished passes, and the number of all passes.
+            on_passes: Called with the variant that is being timed, the number of finished passes, and the number of all passes.
             cancelled: Checked between module calls.
-            repeats: The number of timed passes for each row of the report, after one warm-up pass.
+            repeats: The number of timed passes for each variant, after one warm-up pass.
 
         Returns:
-            Seconds per pass: the median, fastest and slowest of each row. Raises what `drift` raises.
+            Seconds per pass: the median, fastest and slowest of each variant. Raises what `drift` raises.
 
         Example:
             >>> [row.what for row in session.speed(repeats=3).rows]
@@ -715,7 +714,7 @@ class Session:
         """Run the model on the inputs in `options` from now on. Other fields of `options` are not used.
 
         Args:
-            options: The options with the inputs. The reference first runs one call, or, if the user supplied tensors, one call
+            options: The options with the inputs. The reference first runs one batch or, if the user supplied tensors, one batch
                 of each shape.
             cancelled: Checked between module calls.
 
@@ -736,7 +735,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """A summary of the inputs, for each call of the model, or None if the model can't be run.
+        """A summary of the inputs, for each batch, or None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)

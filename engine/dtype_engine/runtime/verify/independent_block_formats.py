@@ -20,9 +20,9 @@ _AT_ONCE = 1 << 22
 def quantize_blocks_independently(
     values: torch.Tensor, dtype: str, shared: float | None = None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a file must hold for a weight in a block format, in the order of `core.block_formats.parts`.
+    """Quantize a weight to a block format. Returns the tensors that its file must hold, in the order of `core.block_formats.parts`.
 
-    shared: the largest finite |value| of all weights that share the tensor scale; if None, the weight shares none.
+    shared: the largest finite |value| of all weights that share a tensor scale with this one; if None, it does not share its scale.
     """
     row = dtypes.BY_NAME[dtype]
     blocks = row.blocks
@@ -80,7 +80,7 @@ def _tensor_scale(largest: float) -> Any:
 
 
 def _in_blocks(part: Any, blocks: Blocks) -> Any:
-    """Return a matrix, padded with zeros, as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
+    """Pad a matrix with zeros to whole blocks. Returns it as [blocks down, rows of a block, blocks across, columns of a block]."""
     height, width = part.shape
     more = (-height % blocks.rows, -width % blocks.columns)
     padded = np.pad(part, ((0, more[0]), (0, more[1])))
@@ -88,7 +88,7 @@ def _in_blocks(part: Any, blocks: Blocks) -> Any:
 
 
 def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
-    """Return the divisors of the blocks, the scales as stored in a file, and the zero points: each [blocks down, blocks across]."""
+    """Return the factors of the codes, the scales as a file stores them, and the zero points, each [blocks down, blocks across]."""
     each = np.where(np.isfinite(part), part, np.float32(0))
     each = _in_blocks(each, blocks)
     low, high = each.min(axis=(1, 3)), each.max(axis=(1, 3))
@@ -131,7 +131,7 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
 
 
 def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
-    """Return the codes before packing, uint8 [rows, width]: the bits of floats, or integers shifted to start at 0."""
+    """Return the codes before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible one."""
     height, width = part.shape
     with np.errstate(over="ignore"):
         quotient = _in_blocks(part, blocks) / scale[:, None, :, None].astype(np.float32)
@@ -185,7 +185,7 @@ def _packed(codes: Any, row: dtypes.DType, blocks: Blocks) -> torch.Tensor:
 
 
 def _words(codes: Any, bits: int) -> torch.Tensor:
-    """Pack codes, which start at 0, into 32-bit words, with the first code in the lowest bits: int32 [rows, words]."""
+    """Pack non-negative codes into 32-bit words, with the first code in the lowest bits: int32 [rows, words]."""
     per_word = 32 // bits
     padded = np.pad(codes.astype(np.uint64), ((0, 0), (0, -codes.shape[1] % per_word)))
     parts = padded.reshape(len(codes), padded.shape[1] // per_word, per_word)

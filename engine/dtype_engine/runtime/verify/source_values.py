@@ -28,13 +28,13 @@ class SourceValues:
     read: Callable[[str], torch.Tensor]
     """A function that reads a tensor by its name."""
     unchecked: tuple[str, ...] = ()
-    """Sentences for the user about claims that a comparison with these values can't prove."""
+    """Sentences for the user about properties of the export that can't be verified with these values."""
 
 
 def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_component: bool = False) -> SourceValues:
-    """Return the values in the files of a checkpoint.
+    """Open the files of a checkpoint for reading single tensors.
 
-    wanted: the names of weights, which identify the right entry in a pickle. trust: whether a pickle may run any code.
+    wanted: the names of the weights, which show which entry of a pickle holds them. trust: whether a pickle may run any code.
     by_component: whether names begin with the folder of their file, as in a diffusers pipeline. Raises UserError if a loader can't
     read its file.
     """
@@ -78,7 +78,7 @@ def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) ->
 
 
 def _mapped(file: Path) -> bool:
-    """Return whether to map a file instead of reading it: it can be mapped, and reading it would fill half of the free memory."""
+    """Return whether to map a file: it is an uncompressed zip archive, and its size exceeds half of the free memory."""
     import psutil
 
     if 2 * file.stat().st_size < psutil.virtual_memory().available or not zipfile.is_zipfile(file):

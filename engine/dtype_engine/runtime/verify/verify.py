@@ -37,13 +37,11 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""A function that compares an export's tensors in other processes. It yields pairs, in any order: the indexes of some items in the
-contents, and for each of them the problem, or None for an item without a problem.
+"""A function that compares an export's tensors in other processes. It yields pairs in any order: the indexes of some items of the
+plan, and a description of what is wrong with each of them, or None if it is correct.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
-"""The number of bytes that a fingerprint of a file includes from the start of the file, where the header is, and from its end,
-where the values of the last tensor are.
-"""
+"""Numbers of bytes at the start and at the end of a file that its fingerprint covers. The header is at the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +49,14 @@ class OpenExport:
     """An export and its source, both open for comparison."""
 
     contents: Contents
-    """The contents that the export should have. They are compared with those that it has."""
+    """The plan of the export, computed again from the source: what the files should contain."""
     source: SourceValues
     exported: ExportedValues
     largest: dict[tuple[str, ...], float] = field(default_factory=dict)
-    """Caches the largest |value| of each group of tensors with a common scale, keyed by the names of the tensors in the group."""
+    """Caches the largest |value| of tensors with a common scale, keyed by the tuple of their names."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Return the problem of each item in `indexes`, or None for an item without a problem. Raises UserError, Cancelled."""
+        """Compare the planned items with these indexes. Returns what is wrong with each, or None. Raises UserError, Cancelled."""
         found = []
         for index in indexes:
             if cancelled():
@@ -67,7 +65,7 @@ class OpenExport:
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
-        """Return the largest finite |value| of all tensors that share an item's scale, or None if no other tensor shares it."""
+        """Return the largest finite |value| of all tensors that share this item's scale, or None if it has a scale of its own."""
         if item.shared is None:
             return None
         names = item.shared.names
@@ -76,7 +74,7 @@ class OpenExport:
         return self.largest[names]
 
     def _difference(self, item: ExportTensor) -> str | None:
-        """Describe the problem with one tensor. Returns None if there is no problem."""
+        """Compare one tensor with its plan and its source. Returns what is wrong with it, or None if nothing is."""
         for index, entry in enumerate(item.entries):
             if entry.name not in self.exported.read:
                 return "has no scales" if index else "is missing"
@@ -102,9 +100,8 @@ class OpenExport:
         return None
 
     def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
-        """Describe the problem with the scale of a layer's inputs, or return None if there is none. If the weight keeps its stored
-        dtype and the source has an input scale, the two input scales must be equal. In all other cases, the scale must be finite
-        and positive.
+        """Check the scale of a layer's inputs. Returns what is wrong with it, or None. If the weight is exported as stored and the
+        source has an input scale, both scales must be equal. Otherwise the scale must be finite and positive.
         """
         scale = self.exported.read[entry.name]()
         if item.dtype == item.stored and entry.name in self.source.names:
@@ -116,7 +113,7 @@ class OpenExport:
         )
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
-        """Return the tensors that the file should hold for an item, computed independently of the exporter."""
+        """Compute the tensors that the file should hold for an item from the source's values, without code of the exporter."""
         values = tuple(map(self.source.read, _names_read(item)))
         if item.has_scales and item.dtype == item.stored:
             return values
@@ -138,8 +135,8 @@ def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
 
 
 def fingerprint(contents: Contents, folder: Path) -> str:
-    """Return a hash that identifies a comparison of an export with its source. It covers the planned tensors, and the size, the
-    first bytes and the last bytes of each file of the export and the source.
+    """Return a hash of an export and its source, with which workers check that they compare the same files. It covers the planned
+    tensors, and the size, beginning and end of each weights file.
     """
     found = hashlib.sha256()
     for item in contents.items:
@@ -248,7 +245,7 @@ def compare(
 
 
 def _as_exported(options: Options, file: RecipeFile) -> Options:
-    """Return the options with the run settings in the export's recipe file, if the file has any."""
+    """Return the options with their settings replaced by those in the export's recipe file, if it has settings."""
     return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
 
 
@@ -265,9 +262,7 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return the tensors of the source that the export lacks: tensors that are missing, and tensors omitted as tied although their
-    values differ.
-    """
+    """Return the source's tensors that are missing in the export. They include tensors left out as tied, if their values differ."""
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -282,7 +277,7 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
 
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
-    """Return the names of the source tensors from which an item is computed, including scales if the source has them."""
+    """Return the names of the source's tensors that are needed to compute this item, including scales if the source has them."""
     if item.has_scales and item.dtype == item.stored:
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
@@ -332,8 +327,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
-    """Return a sentence on how many elements of two tensors differ, or None if all elements are equal. After a cast, all bit
-    patterns of NaN are treated as equal.
+    """Return a sentence that says how many elements of two tensors differ, or None if they are equal. cast: whether the tensor was
+    cast, so that all bit patterns of NaN count as equal.
     """
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
         return f"{entry.name} has {expected.numel()} values in the source"
@@ -346,9 +341,7 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that names the scales which the export has from calibration inputs and which can't be recomputed, or () if
-    there are none.
-    """
+    """Return a sentence about activation scales, which come from calibration inputs and can't be recomputed, or () without any."""
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()
@@ -358,8 +351,8 @@ def _calibrated(contents: Contents) -> tuple[str, ...]:
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
-    """Return a sentence that lists the files of an export which hold no weights and are not copies of source files, or () if there
-    are none.
+    """Return a sentence that lists the files of an export that were not compared: they hold no weights, and the source has no such
+    files. Returns () if there are none.
     """
     known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(

@@ -62,8 +62,7 @@ class Pane(VerticalScroll, can_focus=False):
 
     @property
     def columns(self) -> int:
-        """The width of the text in cells.
-
-        One more cell is always reserved for a scrollbar, so the width is the same whether or not a scrollbar is shown.
+        """The width in cells that is available for text. It is the same with and without a scrollbar, for which one cell is
+        reserved.
         """
         return max(20, self.size.width - 1)

@@ -141,7 +141,7 @@ class DriftPane(Pane):
         return self._with_worst(grid, after)
 
     def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
-        """Add the metrics of the output over the inputs in `extent`.
+        """Add rows with the output's metrics to `grid`. extent: the inputs that they cover.
 
         If there is a baseline recipe, add its metrics next to those of the current recipe.
         """
@@ -177,10 +177,9 @@ class DriftPane(Pane):
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
 
     def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
-        """Add the modules that drift most.
+        """Add the modules that drift most to `grid`, and return it. after: rows to add after these modules.
 
-        They stand next to their label or, if their names are too long for that, over the full width of the pane. after: rows to add
-        after these modules.
+        If the names of the modules do not fit next to their label, they get the full width of the pane.
         """
         worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
         labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1

@@ -60,9 +60,9 @@ class MemoryPane(Pane):
         return grid
 
     def _mix(self) -> Text:
-        """Return a legend, and a bar of the planned bytes with a section for each dtype.
+        """Return a bar of the planned bytes with a section for each dtype, and a legend.
 
-        The bar's full width stands for the stored bytes or the planned bytes, whichever are larger.
+        The full width of the bar is the stored or the planned size, whichever is larger.
         """
         shares = self.experiment.totals[""].mix()
         plan = self.experiment.plan

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If a module call contains more than 1 / `_OUTLINE` of a pass's calls, the modules called inside it are watched, too."""
+"""If the calls inside one call of a module are more than 1 / `_OUTLINE` of a pass's calls, their modules are observed, too."""
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
@@ -29,11 +29,11 @@ def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozens
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
-    """Return the modules whose outputs are enough to resume a pass: those that the model itself calls, and those called inside
-    large calls.
+    """Return a small set of modules whose outputs suffice to skip unchanged calls in the next pass: those that the model itself
+    calls and, for calls that contain a tenth of all calls or more, also those called inside.
 
-    finished: the module names of a pass's calls, in the order in which the calls ended. spans: for each of these calls, the number
-    of calls that had finished when it began.
+    finished: the called module's name for each call of a pass, in the order in which calls ended. spans: for each of these calls,
+    how many calls had finished when it began.
     """
     if len(spans) != len(finished):
         return frozenset(finished)

@@ -15,17 +15,15 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
-"""Interval between two reports of modules' sums, as a multiple of the interval between two reports of progress. Computing the sums
-for a report takes some milliseconds.
-"""
+"""Number of progress reports for each report of module metrics, which takes some milliseconds to compute."""
 
 
 class ModuleComparer(ModuleObserver):
-    """Compares each module output of a candidate's pass with the reference's as soon as the module returns, because the model may
-    overwrite the output later. `sums` holds the results of this pass by module name.
+    """Observes a candidate's pass and compares each module output with the reference's at once, because the model may overwrite it
+    later. `sums` holds the results by module name.
 
-    reference: the outputs of a `ModuleRecorder`. on_sums: called from time to time with the sums that have changed. kept: the
-    positions to compare; if None, all. routing: compares the choices of routers.
+    reference: the outputs that a `ModuleRecorder` recorded. on_sums: called from time to time with the sums that have changed.
+    kept: the positions to compare; if None, all. routing: detects tokens that are routed to other experts.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add the sums of one output, from this pass or from an earlier pass with the same output."""
+        """Add one output's sums to `sums`. For a call that was skipped, they come from the pass whose output is reused."""
         if observed is not None:
             if observed.rerouted:
                 self._routing.mark(module, observed.rerouted)

@@ -24,15 +24,14 @@ class ModuleSums:
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether every output had the reference's shape and its rows belonged to the same tokens. Experts get other tokens if the
-    routing changes; comparing elements is then meaningless."""
+    """Whether outputs could be compared by element: shapes were equal, and each row (of an expert) belonged to the same token."""
     rerouted: int = 0
-    """For a router: the number of tokens in the call in which it sent at least one token to another expert than in the reference.
+    """If this is a router that sent a token to another expert than in the reference, the number of all tokens in that call.
     Otherwise 0.
     """
 
     def add(self, other: ModuleSums) -> None:
-        """Add the sums over the outputs of further calls of the module."""
+        """Add the sums from other calls of the same module."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted
@@ -52,12 +51,10 @@ class ModuleSums:
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return the sums over all elements of one output of a module and the reference's output.
+    """Return sums over all elements of two outputs of a module, in float64. Only the sums for module metrics are computed; those
+    for the main output would take twice as long.
 
     kept: a bool mask of the output's first dimensions; only these positions are compared.
-
-    Only the sums needed for modules are computed, in float64. Computing also the sums that only the main output needs would take
-    twice as long.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)

@@ -23,7 +23,7 @@ class ModuleRecorder(ModuleObserver):
         self.outputs: dict[tuple[str, int], torch.Tensor] = {}
         """The recorded outputs, keyed by the name of the module and the number of its call."""
         self.left_out: set[str] = set()
-        """Names of modules that returned an output which did not fit into the budget."""
+        """Names of modules that had an output which exceeded the memory budget and was not recorded."""
         self.choices: dict[tuple[str, int], torch.Tensor] = {}
         """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
         self._budget = self._left = budget

@@ -18,7 +18,7 @@ from dtype_engine.runtime.model.live import LiveModel
 
 _ROUTER = re.compile(r"(^|[._])(gate|router|wg)$")
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
-"""Names that model configurations use for the number of experts per token."""
+"""Keys of model configurations that give the number of experts per token."""
 _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_enable_expert_bias")
 """Names in model configurations of settings that affect which experts a router chooses, so that the scores alone do not decide."""
 
@@ -30,8 +30,8 @@ class Routing:
     experts: frozenset[int]
     """Possible numbers of experts. A router's output has one score for each expert."""
     chosen: int | None
-    """The number of experts per token, if a router chooses those with the largest scores; None if it is unknown or scores alone do
-    not decide.
+    """The number of experts to which a token is routed, if these are the experts with the largest scores. None if the number is
+    unknown or other settings also affect the choice.
     """
 
     @classmethod
@@ -50,19 +50,19 @@ class RoutingComparer:
     """Compares the experts that a candidate's routers choose with the reference's choices while the pass runs."""
 
     def __init__(self, routing: Routing | None, choices: Mapping[tuple[str, int], torch.Tensor]) -> None:
-        """Start a comparison. choices: the integers that the reference's routers returned, keyed by (module, call)."""
+        """Prepare for one pass. choices: the experts that the reference's routers chose, keyed by (module, call)."""
         self._routing = routing
         self._choices = choices
         self._changed: dict[str, int] = {}
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Compare the integers that a router returned, which are the experts for each token."""
+        """Compare a router's choice, the indexes of the experts for each token, with the reference's choice."""
         kept = self._choices.get((module, call))
         if kept is not None and not torch.equal(kept, chosen):
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Compare the scores [..., experts] of a router that returns only scores."""
+        """Compare the scores [..., experts] of a router that returns only scores with those of the reference."""
         width = candidate.shape[-1] if candidate.ndim else 0
         if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
             return
@@ -73,15 +73,15 @@ class RoutingComparer:
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router, called with `tokens` tokens, chose another expert than in the reference for at least one."""
+        """Record that a router sent at least one token to another expert than the reference did. tokens: all tokens of the call."""
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """If a router chose another expert than in the reference for any token, return its number of tokens; otherwise 0."""
+        """Return the number of tokens in a router's call, if it sent any to another expert than in the reference, or else 0."""
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:
-        """Return whether rows of a module's output may belong to other tokens than in the reference."""
+        """Return whether an output may have rows of other tokens than in the reference, because a router's choice has changed."""
         for block, tokens in self._changed.items():
             if module.startswith(f"{block}." if block else "") and not _ROUTER.search(module):
                 inside = module[len(block) :].split(".")[:-1]

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output and a result computed from it. The output is kept alive, so that its memory is not used again."""
+    """A module's output with a result computed from it. Holding the output keeps its memory from being used for another tensor."""
 
     __slots__ = ("output", "result", "version")
 
@@ -22,7 +22,7 @@ class SeenOutput(Generic[T]):
         self.version = version_of(output)
 
     def is_same(self, output: torch.Tensor) -> bool:
-        """Return whether `output` has the same memory as this object's output, and nothing has written to that memory since."""
+        """Return whether `output` is this object's output or a view of all of it, and nothing has written to its memory since."""
         if self.version != version_of(self.output):
             return False
         return self.output is output or (

@@ -16,8 +16,8 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Number of elements in a chunk. Their float64 copies fit in one core's cache; chunks of half this size lose more time to the
-overhead of torch calls.
+"""Number of elements in a chunk. Its float64 buffers fit in one core's cache. Half as many would make torch's overhead per call
+significant.
 """
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """Number of elements in a chunk on a GPU. Their float64 copies need 100 MB."""
@@ -35,7 +35,7 @@ class ElementSums:
     sum_abs: float = 0.0
     """The sum of |Δ| with Δ = candidate - reference."""
     max_abs: float = 0.0
-    """The largest |Δ|."""
+    """The largest |Δ| with Δ = candidate - reference."""
     noise: float = 0.0
     """The energy ΣΔ² of the difference Δ = candidate - reference."""
     energy: float = 0.0
@@ -122,9 +122,10 @@ def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
-    """Return the sums of one chunk (float64, contiguous) from the reference and a small Δ, which is overwritten.
+    """Return the sums of one chunk from the reference r and a small difference Δ (float64, contiguous; Δ is overwritten).
 
-    Returns None if Δ is not finite, or so large that sums over c would lose digits. `sums_of_any` handles these chunks.
+    Returns None if Δ is not finite, or so large that computing the candidate's sums from r and Δ would lose digits. Such chunks
+    need `sums_of_any`.
     """
     r, delta = r.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]

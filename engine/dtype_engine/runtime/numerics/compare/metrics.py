@@ -47,10 +47,10 @@ class OutputMetrics:
     """
 
     def __init__(self, classes_dim: int | None) -> None:
-        """Start without sequences. classes_dim: the output dimension with the logits of a distribution, or None."""
+        """Create an empty collection. classes_dim: the output dimension along which logits lie, or None for no distribution."""
         self.classes_dim = classes_dim
         self.sequences: dict[int, SequenceFigures] = {}
-        """The results of comparing each added sequence, keyed by sequence number."""
+        """The comparisons of single sequences with the reference, keyed by sequence number."""
 
     def add(
         self,
@@ -166,7 +166,7 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
 
 
 def sqnr_db(energy: float, noise: float) -> float:
-    """Return 10 log10(Σr² / ΣΔ²) in dB: infinity if the noise ΣΔ² is 0, minus infinity if it is infinite or the energy Σr² is 0."""
+    """Return 10 log10(energy / noise) in dB: infinity if the noise is 0, minus infinity if it is infinite or the energy is 0."""
     if noise == 0.0:
         return math.inf
     if math.isnan(noise) or math.isinf(noise):
@@ -187,7 +187,7 @@ def _standard_error(values: torch.Tensor) -> float | None:
 
 
 def _quantile(ordered: torch.Tensor, q: float) -> float:
-    """Return a quantile of sorted values by linear interpolation. (torch.quantile accepts at most 2^24 values.)"""
+    """Return the quantile `q` (0 to 1) of sorted values, with linear interpolation. torch.quantile is limited to 2^24 values."""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -196,7 +196,7 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles (None for few values) of the values, keyed by prefix and name."""
+    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. Percentiles of few values are None."""
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {
@@ -215,7 +215,10 @@ def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
 
 
 def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
-    """Return both perplexities from ln p and ln q of the correct tokens [tokens], their ratio, difference and standard errors."""
+    """Return the perplexities of both models, their ratio, difference and standard errors.
+
+    log_p, log_q: the reference's and the candidate's log-probabilities of the correct tokens, [tokens].
+    """
     reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
     ratio = _exp(float((log_p - log_q).mean()))
     figures: dict[str, float | None] = {

@@ -31,41 +31,39 @@ _CHUNK_ELEMENTS = 1 << 17
 _GPU_CHUNK_ELEMENTS = 1 << 21
 """Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
 _RESULTS = 9
-"""Number of results that are kept for each position until all positions have been compared."""
+"""Number of float64 values that are stored per position until all positions have been compared."""
 
 
 @dataclass(slots=True)
 class PositionFigures:
-    """The results of comparing the logits at each position of one sequence, on the CPU: float64 [positions], except where stated
-    otherwise.
-    """
+    """Metrics for each position of one sequence, on the CPU. The tensors are float64 [positions], except where stated otherwise."""
 
     kl: torch.Tensor
     """The KL divergence in nats, NaN at positions where the reference has NaN or plus infinity."""
     same_top: torch.Tensor
     """Whether both outputs have the same likeliest class, the first of those with the largest logit: bool [positions]."""
     log_p: torch.Tensor
-    """ln p of the next token's class, at the positions that have a next token."""
+    """The reference's log-probability of the next token's class, at the positions that have a next token."""
     log_q: torch.Tensor
-    """ln q of the next token's class, at the same positions as `log_p`."""
+    """The candidate's log-probability of the next token's class, at the same positions as `log_p`."""
 
 
 @dataclass(slots=True)
 class SequenceFigures:
-    """The results of comparing one sequence of the reference's output with the candidate's."""
+    """The comparison of the candidate's output with the reference's on one sequence."""
 
     rows: int
     sums: ElementSums
     positions: PositionFigures | None
     """The results at each position, or None if the outputs are not logits."""
     left_out: int = 0
-    """Number of positions that a mask excludes from the comparison."""
+    """Number of positions that were not compared because a mask marks them as padding."""
 
 
 def sequence_figures(
     reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
 ) -> SequenceFigures:
-    """Compare two outputs [rows, width] of any floating dtypes, on the candidate's device.
+    """Compare two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device.
 
     distribution: whether the outputs are logits over classes. labels: the next token's class for each row, int64 [rows] (-100:
     none).
@@ -109,9 +107,10 @@ def sequence_figures(
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Write e^(x - largest x of the row) into a buffer, which may be `x` itself. scored: one class for each row, [rows, 1].
+    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. m is the largest x of each row.
 
-    Returns four tensors [rows]: Σ e^(x - largest), the largest x, the first class that has it, and x - largest of the scored class.
+    scored: one class for each row, [rows, 1]. Returns four tensors [rows]: Σ e^(x - m), m, the first class whose x is m, and x - m
+    of the class in `scored`.
     """
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
