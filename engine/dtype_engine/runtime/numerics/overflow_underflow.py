@@ -187,6 +187,8 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
     """
     if limit == FLOAT32_MAX:
         return _is_finite(values)
+    if values.numel() == 0:
+        return True
     return float(torch.maximum(values.amax(), -values.amin())) <= limit
 
 
