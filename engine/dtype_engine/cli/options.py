@@ -108,7 +108,7 @@ _RUNNING = (
         help="A calibration text file, or a .jsonl file in which each line is an object with a 'text', 'prompt' or 'messages' key. "
         "The text is cut into sequences.",
     ),
-    click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
+    click.Option(["--chat"], is_flag=True, help="Apply the model's chat template to every prompt."),
     click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
     click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="Maximum number of sequences to run."),
     click.Option(
