@@ -76,7 +76,7 @@ class Options:
     `messages`.
     """
     chat: bool = False
-    """Whether to format each prompt as a user's message with the chat template of the tokenizer, or of the processor for pictures."""
+    """Whether to format each prompt as a user's message with the chat template of the tokenizer (for pictures, the processor)."""
     sequence_length: int | None = None
     """The maximum number of tokens in a sequence."""
     sequences: int | None = None
