@@ -31,7 +31,7 @@ class InputLimits:
     tokens: int = 1_000_000
     """Tokens of all texts. A text may have 16 times as many characters."""
     template_seconds: int = 5
-    """Seconds that the chat template may take for a conversation, and the tokenizer for its first million characters."""
+    """Seconds that the chat template may compute for a conversation, and the tokenizer for each million characters."""
     template_bytes: int = 1 << 20
     """Bytes of text that the chat template may make of a conversation."""
 

@@ -24,10 +24,12 @@ _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256
 """About twice the bytes that the tokenizers library needs for a character of text and its share of a word."""
 _START_SECONDS = 60
+_BUSY = 4
+"""How many times longer than its computing a child may take, because other processes are running."""
 _EXPANDING = ('"Replace"', '"Regex"', '"Precompiled"')
 """The parts of a tokenizer that can make a text much longer than it is, or take much longer than it is long."""
 _DECODER_GROWTH = 1000
-_ALARM = getattr(signal, "SIGALRM", 0)
+_TIME_IS_UP = getattr(signal, "SIGPROF", 0)
 _tried: set[bytes] = set()
 """Digests of the tokenizers and texts that stayed within the limits in this process."""
 
@@ -71,7 +73,8 @@ def run_template(
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
     """Try the normalizers and expressions of a tokenizer on the texts. Raises NoForward if they take too much time or memory.
 
-    Most tokenizers have none that could, and are not tried. Tokenizers written in Python are not tried either.
+    Tokenizers without replacements and expressions are not tried, because they can't take much, and neither are tokenizers written
+    in Python.
     """
     growth = _growth(_state(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)))
     if growth > _DECODER_GROWTH:
@@ -106,7 +109,7 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 def _state(step: Any) -> Any:
     """Return a step of a tokenizer as in its tokenizer.json, or None if there is no such step or it is written in Python."""
     try:
-        return step and json.loads(step.__getstate__())
+        return None if step is None else json.loads(step.__getstate__())
     except Exception:  # what the tokenizers library raises for a step that is written in Python
         return None
 
@@ -131,7 +134,7 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> 
             input=json.dumps({**job, "seconds": seconds, "memory": memory}).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=_START_SECONDS + seconds * max(1, pieces),
+            timeout=_START_SECONDS + _BUSY * seconds * max(1, pieces),
             check=False,
         )
     except subprocess.TimeoutExpired:
@@ -141,7 +144,7 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> 
     if done.returncode == 0:
         answers: list[dict[str, Any]] = json.loads(done.stdout)
         return answers
-    if done.returncode == -_ALARM:
+    if done.returncode == -_TIME_IS_UP:
         raise _Ended(too_long)
     if done.returncode == OUT_OF_MEMORY or done.returncode < 0:  # Rust ends the process if it gets no memory
         raise _Ended(f"needs more memory than the {memory >> 20:,} MiB that it may have")

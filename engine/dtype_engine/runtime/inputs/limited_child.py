@@ -68,9 +68,9 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int) -> None:
-    """Let the system end this process in so many seconds, also in the middle of a function of C or Rust."""
-    if hasattr(signal, "alarm"):
-        signal.alarm(seconds)
+    """Let the system end this process after so many seconds of its computing, also in the middle of a function of C or Rust."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 if __name__ == "__main__":
