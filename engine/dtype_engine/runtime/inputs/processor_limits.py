@@ -24,7 +24,7 @@ _SIZES = frozenset(
         "size", "crop_size", "pad_size", "image_size", "max_image_size", "height", "width", "shortest_edge", "longest_edge",
         "max_height", "max_width", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size",
         "image_grid_pinpoints", "sampling_rate", "feature_size", "n_fft", "fft_window_size", "hop_length", "chunk_length",
-        "n_samples", "nb_max_samples", "num_mel_bins", "max_length",
+        "n_samples", "nb_max_samples", "max_patches", "max_num_patches", "max_image_tiles", "num_mel_bins", "max_length",
     }
 )  # fmt: skip
 
@@ -47,19 +47,26 @@ def made_values(processor: Any, width: int, height: int) -> int:
     """Return about how many numbers an image processor makes of a colour picture of this size."""
     by_pixels = hasattr(
         processor, "merge_size"
-    )  # Qwen2-VL and later models: `size` is a number of pixels, not of an edge
+    )  # as in Qwen2-VL, where `size` counts pixels instead of an edge's length
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
-    sizes += getattr(processor, "image_grid_pinpoints", None) or []
+    pinpoints = getattr(processor, "image_grid_pinpoints", None)
+    sizes += pinpoints if isinstance(pinpoints, list) else []
     areas = [_area(size, width, height, by_pixels) for size in sizes if size is not None]
     areas += [] if getattr(processor, "do_resize", True) else [width * height]
-    return 3 * max(areas, default=width * height) * int(getattr(processor, "temporal_patch_size", None) or 1)
+    return 3 * max(areas, default=width * height) * _setting(processor, "temporal_patch_size", 1)
 
 
 def made_features(extractor: Any, samples: int) -> int:
     """Return about how many numbers a feature extractor makes of a wave: the samples in all windows, or the bins of all frames."""
-    padded = max(samples, int(getattr(extractor, "n_samples", None) or 0))
-    hop, window, bins = (int(getattr(extractor, name, None) or 1) for name in ("hop_length", "n_fft", "feature_size"))
+    padded = max(samples, _setting(extractor, "n_samples", 0))
+    hop, window, bins = (_setting(extractor, name, 1) for name in ("hop_length", "n_fft", "feature_size"))
     return max(padded, padded // hop * max(window, bins))
+
+
+def _setting(processor: Any, name: str, default: int) -> int:
+    """Return a setting that is a number, or `default` if it is something else or 0."""
+    value = getattr(processor, name, None)
+    return int(value) if value and isinstance(value, (int, float)) else default
 
 
 def _objects(content: object) -> Iterator[dict[str, Any]]:
@@ -71,7 +78,7 @@ def _objects(content: object) -> Iterator[dict[str, Any]]:
 
 
 def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits) -> None:
-    """Check the sizes in one JSON object, and the products of these that an audio feature extractor allocates."""
+    """Check the sizes in one JSON object, and the products of these that a processor allocates."""
     for name in (_SIZES | _COUNTS) & settings.keys():
         for value in _leaves(settings[name]):
             what = f"{name} in {file}"
@@ -83,6 +90,11 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
     numbers = {name: next(_leaves(settings.get(name)), 1) for name in _SIZES}
     padded = numbers["chunk_length"] * numbers["sampling_rate"]
     limits.refuse_model("values", title, f"chunk_length times sampling_rate in {file}", padded)
+    patches = max(numbers[name] for name in ("max_patches", "max_num_patches", "max_image_tiles"))
+    area = max(
+        numbers["patch_size"] ** 2, _area(settings.get("size") or 1, 1, 1, by_pixels=False) if patches > 1 else 1
+    )
+    limits.refuse_model("values", title, f"the number of patches in {file}", 3 * patches * area)
     window = max(numbers["n_fft"], numbers["fft_window_size"])
     limits.refuse_model("values", title, f"n_fft times feature_size in {file}", window * numbers["feature_size"])
 
@@ -104,7 +116,8 @@ def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
     """Return the number of pixels of a picture after it was resized to `size`, one of the forms that image processors have."""
     if isinstance(size, (int, float)):
         return int(size * size)
-    named = dict(size) if not isinstance(size, (list, tuple)) else dict(zip(("height", "width"), size, strict=False))
+    pairs = zip(("height", "width"), size, strict=False) if isinstance(size, (list, tuple)) else dict(size).items()
+    named = {name: value for name, value in pairs if isinstance(value, (int, float))}
     edge, longest = named.get("shortest_edge"), named.get("longest_edge")
     if named.get("height") and named.get("width"):
         return int(named["height"] * named["width"])

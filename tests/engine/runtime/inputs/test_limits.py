@@ -69,6 +69,12 @@ def test_a_size_that_an_image_processor_asks_for_is_bounded(edited: Callable[...
     assert re.search(says, no_forward(edited("vit", {PREPROCESSOR: {"size": size}})))
 
 
+def test_the_number_of_patches_is_bounded(edited: Callable[..., Path]) -> None:
+    asked = {"size": {"height": 448, "width": 448}, "max_patches": 10**6}
+    said = no_forward(edited("vit", {PREPROCESSOR: asked}))
+    assert "the number of patches in preprocessor_config.json asks for 602,112,000,000 values" in said
+
+
 def test_a_size_in_config_json_is_bounded(edited: Callable[..., Path], saved: Callable[[str], Path]) -> None:
     """Of a model whose weights do not depend on the size of its pictures, and whose folder has no processor."""
     said = no_forward(edited("swin", {"config.json": {"image_size": 8000}}))
