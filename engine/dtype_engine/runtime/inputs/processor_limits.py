@@ -45,9 +45,7 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 def made_values(processor: Any, width: int, height: int) -> int:
     """Return about how many numbers an image processor makes of a colour picture of this size."""
-    by_pixels = hasattr(
-        processor, "merge_size"
-    )  # as in Qwen2-VL, where `size` counts pixels instead of an edge's length
+    by_pixels = hasattr(processor, "merge_size")  # Qwen2-VL's `size` counts pixels instead of an edge's length
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
     sizes += pinpoints if isinstance(pinpoints, list) else []
