@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, PatternError, UserError
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.version import __version__
 from dtype_engine.recipe import Recipe, Rule
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Cancelled",
+    "InputLimits",
     "KernelError",
     "NoForward",
     "Options",

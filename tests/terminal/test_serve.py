@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -147,6 +148,43 @@ def test_every_server_has_a_token_of_its_own() -> None:
     tokens = {GuardedServer("true", "127.0.0.1", 1, "").token for _ in range(100)}
     assert len(tokens) == 100
     assert all(len(token) >= 32 for token in tokens)
+
+
+async def among_strangers(count: int) -> tuple[list[int], list[bytes], str]:
+    """With so many idle connections to a server that lets 8 be open: the status of a page without and with the token, before and
+    after, what the idle ones receive, and the token.
+    """
+    from dtype_tui.cli.guarded_server import GuardedServer
+
+    server = GuardedServer("true", "127.0.0.1", free_port(), "")
+    server.most_strangers, server.stranger_seconds = 8, 0.5
+    statuses = []
+    async with server.listening(), aiohttp.ClientSession() as session:
+        idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(count)]
+        for path in ("", f"{server.token}/", "missing", f"{server.token}/missing"):
+            async with session.get(f"http://127.0.0.1:{server.port}/{path}") as response:
+                statuses.append(response.status)
+        assert len(server._strangers) <= 8
+        received = []
+        for reader, writer in idle:
+            with contextlib.suppress(ConnectionResetError):
+                received.append(await asyncio.wait_for(reader.read(), 10))
+            writer.close()
+        async with session.get(server.address) as response:
+            statuses.append(response.status)
+    return statuses, received, server.token
+
+
+def test_connections_without_the_token_are_few_and_end(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """So that nobody on the machine uses up the descriptors that the server needs for its user. And no line names the token."""
+    with caplog.at_level("DEBUG"):
+        statuses, received, token = asyncio.run(among_strangers(60))
+    assert statuses == [403, 200, 403, 404, 200]
+    assert set(received) <= {b""}
+    printed = capfd.readouterr()
+    assert token not in printed.out + printed.err + "".join(map(str, caplog.messages))
 
 
 @pytest.mark.parametrize(

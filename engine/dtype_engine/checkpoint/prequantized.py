@@ -63,6 +63,7 @@ def read_quantized(
     Raises UserError if the file's metadata does not match its tensors.
     """
     weights: dict[str, QuantizedWeight] = {}
+    owners: dict[str, str] = {}
     for key, dtype in metadata.items():
         if not key.startswith(SCALED_KEY):
             continue
@@ -72,6 +73,11 @@ def read_quantized(
             raise UserError(
                 f"{path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"
             )
+        for part in found.parts.values():
+            if (owner := owners.setdefault(part.name, name)) != name:
+                raise UserError(
+                    f"{path}: tensor {printable(part.name)} is a part of two weights, {printable(owner)} and {printable(name)}"
+                )
         weights[name] = found
     return weights
 

@@ -149,6 +149,9 @@ def _entry(
     needed = (math.prod(shape) * dtype.bits + 7) // 8
     if needed != end - start:
         raise UserError(f"{path}: tensor {printable(name)} needs {needed} bytes for its shape and has {end - start}")
+    if not _whole(8 * math.prod(extent for extent in shape if extent)):
+        # A tensor without elements needs no bytes, but torch multiplies its other extents for the strides.
+        raise UserError(f"{path}: tensor {printable(name)} has a shape that is too large")
     held = shapes.setdefault(tuple(shape), tuple(shape))
     return CheckpointTensor(name, held, dtype.name, path, body_start + start, end - start)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -13,6 +14,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.input_limits import KINDS
 from dtype_engine.core.options import ClassesDim
 
 if TYPE_CHECKING:
@@ -43,6 +45,20 @@ class _ClassesDim(click.ParamType["ClassesDim"]):
             return int(value)
         except ValueError:
             self.fail(f"{value!r}: give a dimension such as 1 or -1, none or auto", param, ctx)
+
+
+class _InputLimit(click.ParamType[tuple[str, int]]):
+    """A click parameter type for a limit such as `pixels=200000000`: the name of a field of InputLimits, and its value."""
+
+    name = "limit"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
+        if isinstance(value, tuple):
+            return value
+        kind, _, number = str(value).partition("=")
+        if kind not in KINDS or not re.fullmatch("[0-9]{1,15}", number):
+            self.fail(f"{value!r}: give KIND=NUMBER, where KIND is {', '.join(KINDS[:-1])} or {KINDS[-1]}", param, ctx)
+        return kind.replace("-", "_"), int(number)
 
 
 _MODEL = click.Argument(["model"], required=False, shell_complete=_paths)
@@ -92,7 +108,7 @@ _RUNNING = (
         help="A calibration text file, or a .jsonl file in which each line is an object with a 'text', 'prompt' or 'messages' key. "
         "The text is cut into sequences.",
     ),
-    click.Option(["--chat"], is_flag=True, help="Apply the tokenizer's chat template to every prompt."),
+    click.Option(["--chat"], is_flag=True, help="Apply the model's chat template to every prompt."),
     click.Option(["--sequence-length"], type=click.IntRange(min=2), metavar="N", help="Maximum tokens per sequence."),
     click.Option(["--sequences"], type=click.IntRange(min=1), metavar="N", help="Maximum number of sequences to run."),
     click.Option(
@@ -106,6 +122,13 @@ _RUNNING = (
         type=_FILE,
         metavar="FILE",
         help="A .safetensors, .npz or .pt file whose tensors have the names of the forward pass's arguments.",
+    ),
+    click.Option(
+        ["--input-limit", "limits"],
+        type=_InputLimit(),
+        multiple=True,
+        metavar="KIND=NUMBER",
+        help="Raise a limit on what an input may ask for: pixels, seconds, values, tokens, template-seconds or template-bytes.",
     ),
     click.Option(
         ["--compute"],

@@ -14,6 +14,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.input_args import check_files
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.opening_progress import OpeningProgress
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
@@ -145,6 +146,7 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))
+    given["limits"] = InputLimits(**dict(values["limits"]))
     compute = dtypes.parse_target(values["compute"])
     if compute not in dtypes.COMPUTE_DTYPES:
         raise UserError(f"--compute {values['compute']}: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from dtype_engine.core.input_limits import InputLimits
+
 ClassesDim = int | Literal["auto", "none"]
 """A dimension of the main output, "auto" or "none"; see `RunSettings.classes_dim`."""
 
@@ -74,7 +76,7 @@ class Options:
     `messages`.
     """
     chat: bool = False
-    """Whether to format each prompt as a user's message with the tokenizer's chat template."""
+    """Whether to format each prompt as a user's message with the chat template of the tokenizer (for pictures, the processor)."""
     sequence_length: int | None = None
     """The maximum number of tokens in a sequence."""
     sequences: int | None = None
@@ -110,6 +112,8 @@ class Options:
     "exact": all.
     """
     settings: RunSettings = field(default_factory=RunSettings)
+    limits: InputLimits = field(default_factory=InputLimits)
+    """What one input may ask for. Pictures, audio, texts and model files that ask for more are refused."""
     threads: int | None = None
     """The number of threads that torch uses for computing. If None, torch's default number."""
     workers: int | str | None = None

@@ -1,5 +1,6 @@
-"""Reads the part of YAML that this program's files use: strings, numbers, lists and mappings. Anchors, aliases and deep nesting are
-refused, because a file of a few hundred bytes could exhaust the memory through them.
+"""Reads the part of YAML that this program's files use: strings, numbers, lists and mappings. Anchors, aliases, merge keys and
+deep nesting are refused, because a file of a few hundred bytes could exhaust the memory through them. A key that occurs twice is
+refused, because a reader of the file can't tell which of its values counts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _LONGEST_NUMBER = 100
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A `SafeLoader` that refuses anchors, aliases, deep nesting and numbers with too many digits."""
+    """A `SafeLoader` that refuses anchors, aliases, merge and duplicate keys, deep nesting and numbers with too many digits."""
 
     _depth = 0
 
@@ -33,6 +34,19 @@ class _PlainLoader(yaml.SafeLoader):
             return super().compose_node(parent, index)
         finally:
             self._depth -= 1
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Construct a mapping. Raises MarkedYAMLError for a key that occurs twice, and for the merge key `<<`."""
+        seen = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if key.tag == "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(problem="merge keys (<<) are not read", problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    problem = f"the key {printable(key.value, 40)} occurs twice"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         """Construct a value. Raises MarkedYAMLError for a value that its type does not allow, such as the 45th day of a month."""

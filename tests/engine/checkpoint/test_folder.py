@@ -175,6 +175,10 @@ def test_a_shape_whose_product_overflows_64_bits(refused: Callable[[bytes], str]
     assert "needs" in refused(header_bytes({"a": entry(0, 4, (1 << 40, 1 << 40, 1 << 40))}, b"1234"))
 
 
+def test_a_shape_without_elements_whose_strides_overflow(refused: Callable[[bytes], str]) -> None:
+    assert "a shape that is too large" in refused(header_bytes({"a": entry(0, 0, (1 << 62, 1 << 62, 0))}, b""))
+
+
 def test_a_duplicate_name(refused: Callable[[bytes], str]) -> None:
     one = json.dumps(entry())
     assert "twice" in refused(header_bytes(f'{{"a": {one}, "a": {one}}}'.encode(), b"1234"))

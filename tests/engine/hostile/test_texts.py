@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -21,9 +22,14 @@ from dtype_engine.core.atomic_write import check_target
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
 from dtype_engine.recipe.file import read_recipe_file
-from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.scan.routing import TopKSample
+from dtype_engine.runtime.scan.saved import Fingerprint, SavedScan
 from dtype_engine.runtime.scan.saved import read as read_scan
+from dtype_engine.runtime.scan.saved import read_any as read_any_scan
+from dtype_engine.runtime.scan.saved import write as write_scan
+from dtype_engine.runtime.scan.scores import SequenceScores
 from dtype_engine.search.constraints import parse_bytes
 from dtype_tui.state.session_store import read_session
 
@@ -67,6 +73,10 @@ ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
 TEXTS = {
     "aliases": (f"{ALIASES}version: *a11\n{RULES}", "anchors and aliases"),
     "one alias": (f"version: 1\nmodel: &m x\n{RULES}measured: {{a: *m}}\n", "anchors and aliases"),
+    "merge key": (f"version: 1\n{RULES}measured: {{<<: {{a: 1}}}}\n", "merge keys (<<) are not read"),
+    "merge keys": (f"version: 1\n<<: [{{model: x}}]\n{RULES}", "merge keys (<<) are not read"),
+    "two lists of rules": (f"version: 1\n{RULES}{RULES}", "in line 4: the key rules occurs twice"),
+    "two dtypes": ("version: 1\nrules: [{pattern: a, dtype: bf16, dtype: int8}]\n", "the key dtype occurs twice"),
     "no such day": (f"version: 2024-13-45\n{RULES}", "not a valid timestamp"),
     "no such number": (f'version: !!int "zz"\n{RULES}', "not a valid int"),
     "no such truth": (f"version: !!bool maybe\n{RULES}", "not a valid bool"),
@@ -160,6 +170,31 @@ def test_what_is_no_saved_scan_is_said(tmp_path: Path, content: str) -> None:
     (tmp_path / "scan.json").write_text(content)
     with pytest.raises(UserError, match=r"scan\.json"):
         read_scan(tmp_path / "scan.json", Fingerprint("", "", (), ""), None)
+
+
+def test_a_saved_scan_with_nan_in_place_of_a_drift_is_refused(tmp_path: Path) -> None:
+    nan, path, key = float("nan"), tmp_path / "scan.json", ("a", "int8")
+    made = Fingerprint("", "", ("int8",), "")
+    whole = SequenceScores(1.0, {key: 0.5}, {key: nan}, {}, True, [TopKSample(0, 0.1, [nan], 0.2)], {})
+    exact = SavedScan(made, 1, "x", 0.0, 0.0, 1, {}, {key: (0.5, None)})
+    estimated = dataclasses.replace(exact, done={0: whole}, measured=None)
+    for scan in (exact, estimated):  # variances and margins may be NaN where the model is not finite
+        write_scan(path, scan)
+        assert read_any_scan(path).count == 1
+    for scan in (
+        dataclasses.replace(exact, measured={key: (nan, None)}),
+        dataclasses.replace(estimated, done={0: dataclasses.replace(whole, sums={key: nan})}),
+        dataclasses.replace(estimated, done={0: dataclasses.replace(whole, normalizer=nan)}),
+    ):
+        write_scan(path, scan)
+        with pytest.raises(UserError, match=r"scan\.json is not a saved scan \(a score is NaN\)"):
+            read_any_scan(path)
+
+
+@pytest.mark.parametrize("name", ["a\u3164b", "a\u115fb", "a\u1160b", "a\uffa0b"])
+def test_letters_that_are_not_drawn_are_shown_as_escapes(name: str) -> None:
+    assert printable(name) == f"a\\u{ord(name[1]):04x}b"
+    assert printable("한글 ㄱ") == "한글 ㄱ"
 
 
 @pytest.mark.parametrize("model", ["x" * 5000, "a/" * 3000, "~nobody-of-this-name/x", "x" * 5000 + ":Net", "a\0b"])

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
+import logging
 import secrets
+import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp_jinja2
 from aiohttp import web
 from aiohttp.typedefs import Handler
+from aiohttp.web_protocol import RequestHandler
 from textual_serve.server import Server, to_int
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+_SHUTDOWN_SECONDS = 2.0
 
 
 class GuardedServer(Server):
@@ -24,17 +31,86 @@ class GuardedServer(Server):
     page in the user's own browser: pages may open web sockets to any address, and a name on the internet can resolve to 127.0.0.1
     (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can have,
     and must not come from another page. The server answers all other requests with status 403.
+
+    A connection that has sent no request with the token is a stranger's. Strangers take few file descriptors, so that they can't
+    use up those that the user's connections and the app need.
+
+    Attributes:
+        token: The secret path.
+        most_strangers: How many strangers' connections may be open. One more closes the oldest.
+        stranger_seconds: After so many seconds a stranger's connection is closed.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
         super().__init__(command, host=host, port=port, title=title)
         self.token = secrets.token_urlsafe(24)
+        self.most_strangers = _most_strangers()
+        self.stranger_seconds = 10.0
+        self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
 
     @property
     def address(self) -> str:
         """The URL to open in a browser."""
         shown = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{shown}:{self.port}/{self.token}/"
+
+    def initialize_logging(self) -> None:
+        """Log warnings and errors only, in plain lines. Requests are not logged, because their paths contain the token."""
+        logging.basicConfig(level=logging.WARNING, format="dtype-tui serve: %(message)s")
+
+    def serve(self, debug: bool = False) -> None:
+        """Serve the app until the process receives SIGINT or SIGTERM. Raises OSError if the address can't be listened on."""
+        self.initialize_logging()
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        ended = asyncio.Event()
+        with suppress(NotImplementedError):  # Windows
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        async with self.listening():
+            await ended.wait()
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        """Serve the app in the block. Raises OSError if the address can't be listened on."""
+        runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
+        await runner.setup()
+        loop = asyncio.get_running_loop()
+
+        def connected() -> RequestHandler:
+            assert runner.server is not None
+            handler = runner.server()
+            if len(self._strangers) >= self.most_strangers:
+                self._close(next(iter(self._strangers)))
+            self._strangers[handler] = loop.call_later(self.stranger_seconds, self._close, handler)
+            return handler
+
+        try:
+            # asyncio accepts as many connections as the backlog at once, before `connected` can close others.
+            async with await loop.create_server(connected, self.host, self.port, backlog=self.most_strangers):
+                yield
+        finally:
+            await runner.cleanup()
+
+    def _close(self, handler: RequestHandler) -> None:
+        """Close a stranger's connection at once, also if data is left to send."""
+        self._admit(handler)
+        if handler.transport is not None:
+            handler.transport.abort()
+
+    def _admit(self, handler: RequestHandler) -> None:
+        """Count a connection no longer as a stranger's."""
+        timer = self._strangers.pop(handler, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def handle_download(self, request: web.Request) -> web.StreamResponse:
+        """Deliver a file of the app. Its key is as good as the token, and the download may take its time."""
+        with suppress(KeyError):
+            await self.download_manager.get_download_metadata(request.match_info["key"])
+            self._admit(request.protocol)
+        return await super().handle_download(request)
 
     async def _make_app(self) -> web.Application:
         outer = web.Application(middlewares=[self._guard])
@@ -57,7 +133,9 @@ class GuardedServer(Server):
         ):
             raise web.HTTPForbidden(text="other pages may not use this server\n")
         first, _, rest = request.path.removeprefix("/").partition("/")
-        if not hmac.compare_digest(first.encode(), self.token.encode()) and not (first == "download" and rest):
+        if hmac.compare_digest(first.encode(), self.token.encode()):
+            self._admit(request.protocol)
+        elif not (first == "download" and rest):
             raise web.HTTPForbidden(text="open the whole address that dtype-tui serve printed\n")
         response = await handler(request)
         if not response.prepared:
@@ -96,3 +174,13 @@ class GuardedServer(Server):
             "config": {"static": {"url": f"{base}/static/"}},
             "application": {"name": self.title},
         }
+
+
+def _most_strangers() -> int:
+    """Return 64, or a quarter of the file descriptors that this process may have if that is less."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 64
+    descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 64 if descriptors == resource.RLIM_INFINITY else max(1, min(64, descriptors // 4))

@@ -10,6 +10,7 @@ import torch
 
 from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.hints import hint
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -21,6 +22,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     parameters,
     tokenizer_of,
 )
+from dtype_engine.runtime.inputs.processor_limits import made_features
 from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
 from dtype_engine.runtime.model.live import LiveModel
 
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 SAMPLE_RATE = 16_000
 """Sample rate in hertz for models whose feature extractor does not name one; most speech models use it."""
 TONE_SECONDS = 2.0
+_UNKNOWN_LENGTH = 2**63 - 1
+"""The number of samples that libsndfile reports for a FLAC stream whose header names none."""
 _ARGUMENTS = ("input_features", "input_values")
 
 
@@ -53,11 +57,15 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
     assert argument is not None
     extractor = feature_extractor_of(model)
     decoders, how_decoder = _decoders(model, options)
+    limits = options.limits
     calls: list[tuple[dict[str, Any], str]]
     if extractor is not None:
-        rate = int(getattr(extractor, "sampling_rate", SAMPLE_RATE))
-        waves = [(open_sound(path, rate), path.name) for path in options.audio] or [(synthetic_tone(rate), "")]
-        calls = [(_features(model, extractor, wave, rate, argument), _about(wave, rate, name)) for wave, name in waves]
+        rate = int(getattr(extractor, "sampling_rate", None) or SAMPLE_RATE)
+        waves = [(open_sound(path, rate, limits), path.name) for path in options.audio] or [(synthetic_tone(rate), "")]
+        calls = [
+            (_features(model, extractor, wave, rate, argument, limits), _about(wave, rate, name))
+            for wave, name in waves
+        ]
         how = f"at {rate:,} Hz, by the folder's own {type(extractor).__name__}"
     elif (shape := _spectrogram_shape(model.module.config, argument)) is not None:
         if options.audio:
@@ -65,10 +73,12 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
                 f"{model.title} has no feature extractor that can be loaded (preprocessor_config.json), so "
                 f"{options.audio[0]} can't be made into its spectrogram; {hint('tensors')}"
             )
+        what = f"a spectrogram of {shape[0]} x {shape[1]}, the size in config.json,"
+        limits.refuse_model("values", model.title, what, shape[0] * shape[1])
         calls = [({argument: synthetic_spectrogram(shape)}, f"a synthetic spectrogram, {' x '.join(map(str, shape))}")]
         how = "of the configuration's size: no feature extractor can be loaded from the folder"
     elif argument == "input_values":
-        waves = [(open_sound(path, SAMPLE_RATE), path.name) for path in options.audio] or [
+        waves = [(open_sound(path, SAMPLE_RATE, limits), path.name) for path in options.audio] or [
             (synthetic_tone(SAMPLE_RATE), "")
         ]
         channels = int(getattr(model.module.config, "audio_channels", 0))  # codecs: [batch, channels, samples]
@@ -105,18 +115,28 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
     if tokenizer is None:
         raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
     longest = sequence_length(model, options)
-    ids = [encoded(tokenizer, sample, model.title, options.chat)[0] for sample in text_samples(options)]
+    ids = [row for row, _ in encoded(tokenizer, list(text_samples(options)), model.title, options)]
     return [decoder_start(model, row[:longest])[0] for row in ids], (f"decoder: {sources(options)}",)
 
 
-def open_sound(path: Path, rate: int) -> Wave:
-    """Read an audio file, mix it to mono and resample it to `rate` hertz. Raises UserError for a file that can't be read."""
+def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
+    """Read an audio file, mix it to mono and resample it to `rate` hertz.
+
+    Raises UserError for a file that can't be read, or whose header says more than the limits.
+    """
     import numpy as np
     import soundfile
 
     try:
-        frames, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError):
+        with soundfile.SoundFile(path) as file:
+            own_rate = file.samplerate
+            if file.frames == _UNKNOWN_LENGTH:
+                raise UserError(f"the audio file {path} does not say how long it is; convert it to WAV")
+            limits.refuse_file("seconds", str(path), file.frames / own_rate)
+            limits.refuse_file("values", str(path), file.frames * file.channels)
+            limits.refuse_file("values", f"{path} at {rate:,} Hz", file.frames / own_rate * rate)
+            frames = file.read(dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError, TypeError, ZeroDivisionError):
         raise UserError(f"can't read the audio file {path}: not a WAV, FLAC, OGG or MP3 file, or damaged") from None
     if not len(frames):
         raise UserError(f"the audio file {path} has no samples")
@@ -174,7 +194,11 @@ def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
     return None
 
 
-def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument: str) -> dict[str, Any]:
+def _features(
+    model: LiveModel, extractor: Any, wave: Wave, rate: int, argument: str, limits: InputLimits
+) -> dict[str, Any]:
+    what = f"the folder's {type(extractor).__name__}, for {len(wave) / rate:.1f} s of audio,"
+    limits.refuse_model("values", model.title, what, made_features(extractor, len(wave)))
     try:
         features = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:

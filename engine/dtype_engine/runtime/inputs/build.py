@@ -15,9 +15,11 @@ from dtype_engine.runtime.inputs.multimodal import (
     SOUNDS,
     is_contrastive,
     picture_and_text_inputs,
+    processor_template,
     text_rows,
 )
 from dtype_engine.runtime.inputs.preprocessing import parameters
+from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
 from dtype_engine.runtime.model.live import LiveModel
@@ -63,6 +65,8 @@ def _made(model: LiveModel, options: Options) -> Inputs:
         raise UserError(
             f"{model.title} accepts no audio: its forward pass has no input_features or input_values; {hint('no-sound')}"
         )
+    if picture or sound is not None:
+        check_processor_files(model, options.limits)
     if picture and text and not options.audio:
         return _picture_and_text(model, options)
     if picture and not options.audio:
@@ -82,7 +86,9 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
     user provided none, return inputs with text only.
     """
     try:
-        return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
+        used = options.chat and processor_template(model) is not None
+        inputs = picture_and_text_inputs(model, options)
+        return _saying_what_is_not_used(inputs, dataclasses.replace(options, chat=options.chat and not used))
     except NoForward as error:
         if options.images or getattr(model.module, "main_input_name", "") != "input_ids" or is_contrastive(model):
             raise
@@ -94,7 +100,7 @@ def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
     """Return inputs with one batch per audio file. Each batch has all texts, because the model compares audio with texts."""
     sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
     texts, given = prompt_texts(options, SOUNDS)
-    rows, shown, how = text_rows(model, texts, given)
+    rows, shown, how = text_rows(model, texts, given, options.limits)
     batches = tuple(Batch(kwargs=batch.kwargs | rows, text=shown, about=batch.about) for batch in sounds.batches)
     return dataclasses.replace(sounds, batches=batches, made_of=(*sounds.made_of, how))
 

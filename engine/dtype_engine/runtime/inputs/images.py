@@ -11,6 +11,7 @@ import torch
 
 from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.hints import hint
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -20,6 +21,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     parameters,
     random_ids,
 )
+from dtype_engine.runtime.inputs.processor_limits import made_values
 from dtype_engine.runtime.model.live import LiveModel
 
 if TYPE_CHECKING:
@@ -66,10 +68,22 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
     """
     processor = image_processor_of(model)
     vision = vision_config(model)
+    limits = options.limits
+    width, height = sides(model)
+    limits.refuse_model(
+        "values",
+        model.title,
+        f"a picture of {width} x {height}, the size in config.json,",
+        channels(model) * width * height * max(1, _frames(vision, model.module)),
+    )
     if processor is not None:
-        sources = [(open_picture(path), path.name) for path in options.images] or [(synthetic_image(*sides(model)), "")]
+        sources = [(open_picture(path, limits), path.name) for path in options.images]
+        sources = sources or [(synthetic_image(width, height), "")]
         how = f"processed by the folder's own {type(processor).__name__}"
-        pictures = [Picture(_processed(model, processor, image), _about(image, name), image) for image, name in sources]
+        pictures = [
+            Picture(_processed(model, processor, image, name, limits), _about(image, name), image)
+            for image, name in sources
+        ]
     elif "image_grid_thw" in parameters(model.module):
         if options.images:
             raise UserError(
@@ -78,17 +92,15 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
         how = "patches at random: no image processor can be loaded from the folder"
         pictures = [_random_patches(vision)]
     elif options.images:
-        width, height = sides(model)
         how = (
             f"resized to {width} x {height}, values from -1 to 1: the folder has no image processor that can be loaded"
         )
-        opened = [(open_picture(path), path.name) for path in options.images]
+        opened = [(open_picture(path, limits), path.name) for path in options.images]
         pictures = [
             Picture({"pixel_values": _plain_pixels(image, width, height, channels(model))}, _about(image, name), image)
             for image, name in opened
         ]
     else:
-        width, height = sides(model)
         how = "values around -1 to 1: the folder has no image processor that can be loaded"
         planes = synthetic_planes(channels(model), width, height)
         if frames := _frames(vision, model.module):
@@ -113,11 +125,16 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return the width and height of a picture that the configuration specifies."""
+    """Return the width and height of a picture that the configuration specifies. Raises NoForward if they are no sizes."""
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
-    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    return int(width), int(height)
+    edges = [size, size] if isinstance(size, int) else list(size)[-2:] if isinstance(size, (list, tuple)) else []
+    if len(edges) != 2 or not all(isinstance(edge, int) and edge > 0 for edge in edges):
+        raise NoForward(
+            f"{model.title}: no forward pass: the size of a picture in config.json is {printable(repr(size), 40)}, not a width "
+            f"and height in pixels; {hint('tensors')}"
+        )
+    return edges[1], edges[0]
 
 
 def channels(model: LiveModel) -> int:
@@ -141,14 +158,15 @@ def synthetic_image(width: int, height: int) -> Image:
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy(), "RGB")
 
 
-def open_picture(path: Path) -> Image:
-    """Read an image file in colour. Raises UserError for a file that can't be read."""
+def open_picture(path: Path, limits: InputLimits) -> Image:
+    """Read an image file in colour. Raises UserError for a file that can't be read, or whose header says too many pixels."""
     from PIL import Image, ImageOps
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=_FORMATS) as image:
+                limits.refuse_file("pixels", str(path), image.width * image.height)
                 return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError:
         raise UserError(f"{path} is too large a picture for an input; make it smaller") from None
@@ -159,7 +177,9 @@ def open_picture(path: Path) -> Image:
         raise UserError(f"can't read the picture {path}: the file is damaged") from None
 
 
-def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]:
+def _processed(model: LiveModel, processor: Any, image: Image, name: str, limits: InputLimits) -> dict[str, Any]:
+    what = f"the folder's {type(processor).__name__}, for {_about(image, name)},"
+    limits.refuse_model("values", model.title, what, made_values(processor, image.width, image.height))
     try:
         processed = accepted(model, processor(images=image, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:

@@ -10,10 +10,12 @@ import torch
 from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.hints import hint
+from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.images import Picture, described, make_pictures
+from dtype_engine.runtime.inputs.limited import run_template, try_tokenizer
 from dtype_engine.runtime.inputs.preprocessing import (
     accepted,
     no_tokenizer,
@@ -22,7 +24,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     random_ids,
     tokenizer_of,
 )
-from dtype_engine.runtime.inputs.text import prompt_texts, sequence_length
+from dtype_engine.runtime.inputs.text import TextSample, prompt_texts, refuse_long, sequence_length
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
 
@@ -55,7 +57,7 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
     batches = []
     how = ""
     for picture, text in _paired(pictures, texts):
-        rows, shown, how = text_rows(model, [text], given)
+        rows, shown, how = text_rows(model, [text], given, options.limits)
         if "decoder_input_ids" in parameters(model.module):
             rows["decoder_input_ids"] = rows["input_ids"]
         batches.append(Batch(kwargs=picture.kwargs | rows, text=shown, about=picture.about))
@@ -63,11 +65,14 @@ def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
     return Inputs(tuple(batches), described(pictures, options), made_of=(*made_of, how), prompts=whole)
 
 
-def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str, Any], str | None, str]:
+def text_rows(
+    model: LiveModel, texts: list[str], given: bool, limits: InputLimits
+) -> tuple[dict[str, Any], str | None, str]:
     """Return the texts as arguments with one padded row per text, the text for display, and a phrase that says how they were
     created.
 
-    given: whether the user provided the texts. If so and the model has no tokenizer, raises UserError.
+    given: whether the user provided the texts. If so and the model has no tokenizer, or the texts are over the limits, raises
+    UserError. Raises NoForward for a tokenizer that can't be run within the limits.
     """
     names = parameters(model.module)
     tokenizer = tokenizer_of(model)
@@ -78,6 +83,8 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
         rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         shown, how = None, f"text: {len(texts)} x {_RANDOM_TOKENS} random token ids: the folder {no_tokenizer(model)}"
     else:
+        refuse_long([TextSample(where=f"text {number}") for number, _ in enumerate(texts, 1)], texts, limits)
+        try_tokenizer(model.title, tokenizer, texts, limits)
         longest = sequence_length(model, Options())
         encoded = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]
         length = max(map(len, encoded))
@@ -102,7 +109,7 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
     """Return inputs for a contrastive model: a single batch with all pictures and all texts."""
     texts, given = prompt_texts(options, LABELS)
-    rows, shown, how = text_rows(model, texts, given)
+    rows, shown, how = text_rows(model, texts, given, options.limits)
     shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
     if len(shapes) > 1:
         raise UserError(f"{model.title} compares pictures of one size: these have {len(shapes)}; give fewer")
@@ -123,14 +130,14 @@ def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: 
     processor, tokenizer = processor_of(model), tokenizer_of(model)
     batches, how = [], set()
     for picture, text in _paired(pictures, texts):
-        kwargs = _by_processor(model, processor, picture, text) if processor is not None else None
+        kwargs = _by_processor(model, processor, picture, text, options) if processor is not None else None
         if kwargs is not None:
             source = "yours" if given else "built in"
             how.add(
                 f"text: {source}, {printable(text, 60)!r}, put together by the folder's own {type(processor).__name__}"
             )
         else:
-            kwargs, made_by = _by_hand(model, picture, text, given, token)
+            kwargs, made_by = _by_hand(model, picture, text, given, token, options.limits)
             how.add(made_by)
         if "use_cache" in parameters(model.module):
             kwargs["use_cache"] = False
@@ -144,30 +151,54 @@ def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: 
     )
 
 
-def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str) -> dict[str, Any] | None:
-    """Return the arguments that the model's processor creates from a picture and a prompt, or None if the processor fails."""
+def processor_template(model: LiveModel) -> str | None:
+    """Return the chat template of the processor of a language model that accepts pictures, or None if it has none."""
+    template = getattr(processor_of(model), "chat_template", None) if image_token(model) is not None else None
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _by_processor(
+    model: LiveModel, processor: Any, picture: Picture, text: str, options: Options
+) -> dict[str, Any] | None:
+    """Return the arguments that the model's processor creates from a picture and a prompt, or None if the processor fails.
+
+    The chat template is applied only if `options.chat` is set. Raises UserError for a template that fails.
+    """
     if picture.image is None:
         return None
+    template = processor_template(model) if options.chat else None
+    if template is not None:
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        conversation = ("the prompt", [{"role": "user", "content": content}], True)
+        (whole,) = run_template(model.title, template, processor.tokenizer, [conversation], options.limits)
+    else:
+        whole = _image_mark(model, processor) + text
+    try_tokenizer(model.title, processor.tokenizer, [whole], options.limits)
     try:
-        if getattr(processor, "chat_template", None):
-            content = [{"type": "image"}, {"type": "text", "text": text}]
-            whole = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-        else:
-            whole = f"{processor.image_token}{text}"
         with exits_as_errors():
             made = processor(images=[picture.image], text=[whole], return_tensors="pt")
         return accepted(model, made)
-    except Exception:  # templates and processors may raise anything; the caller then adds the image tokens itself
+    except Exception:  # processors may raise anything; the caller then adds the image tokens itself
         return None
 
 
-def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: int) -> tuple[dict[str, Any], str]:
+def _image_mark(model: LiveModel, processor: Any) -> str:
+    """Return the text that a processor replaces with the tokens of a picture, between the tokens that surround a picture."""
+    mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
+    ids = [getattr(model.module.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
+    before, after = (processor.tokenizer.convert_ids_to_tokens(id) if isinstance(id, int) else "" for id in ids)
+    return f"{before}{mark}{after}"
+
+
+def _by_hand(
+    model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
+) -> tuple[dict[str, Any], str]:
     """Build the arguments for a picture and a prompt without the model's processor. Returns them and a phrase that says how the
     text was created. The text has as many image tokens as the model computes feature vectors for the picture.
     """
     config = model.module.config
     names = parameters(model.module)
-    rows, _, how = text_rows(model, [text], given)
+    rows, _, how = text_rows(model, [text], given, limits)
     prompt = rows["input_ids"][0]
     marks = [getattr(config, name, None) for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id")]
     prompt = torch.where(torch.isin(prompt, torch.tensor([token, *filter(None, marks)])), 0, prompt)

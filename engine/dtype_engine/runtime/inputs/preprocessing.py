@@ -12,13 +12,13 @@ import torch
 from torch import nn
 
 from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.runtime.inputs.processor_limits import FILES as _PROCESSORS
 from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_OFFSET = 8
-_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FAILURES = (Exception,)
 """The exceptions that transformers and tokenizers raise for damaged files or missing packages. Their only common class is
 `Exception`.

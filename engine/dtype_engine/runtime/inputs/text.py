@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
+from dtype_engine.core.input_limits import CHARACTERS_PER_TOKEN, InputLimits
 from dtype_engine.core.options import Options
 from dtype_engine.core.regular_files import read_text
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
+from dtype_engine.runtime.inputs.limited import Conversation, run_template, try_tokenizer
 from dtype_engine.runtime.inputs.preprocessing import (
     learned_positions,
     no_tokenizer,
@@ -65,8 +68,10 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
         return Inputs(batches, described, made_of=(f"token ids at random: the folder {why}", *decoder))
     given = bool(options.prompts or options.texts)
     sequences: list[tuple[torch.Tensor, str]] = []
-    for sample in text_samples(options) if given else map(TextSample, DEFAULT_PROMPTS):
-        ids, text = encoded(tokenizer, sample, model.title, options.chat)
+    taken = 0
+    # Every text is at least one sequence, so no more texts are needed than sequences.
+    samples = list(islice(text_samples(options) if given else map(TextSample, DEFAULT_PROMPTS), options.sequences))
+    for sample, (ids, text) in zip(samples, encoded(tokenizer, samples, model.title, options), strict=True):
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]
             if start == 0:
@@ -76,6 +81,9 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
         if options.sequences is not None and len(sequences) >= options.sequences:
             sequences = sequences[: options.sequences]
             break
+        taken += len(ids)
+        if given:
+            options.limits.refuse_file("tokens", f"the text up to {sample.where}", taken)
     positions = sum(len(ids) for ids, _ in sequences)
     yours = "prompts and texts" if options.prompts and options.texts else "prompts" if options.prompts else "text"
     plural = "" if len(sequences) == 1 else "s"
@@ -157,34 +165,49 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
-def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple[torch.Tensor, str]:
-    """Return a text as token ids, int64 [positions], and the text that was encoded, with the chat template applied.
+def encoded(
+    tokenizer: Any, samples: Sequence[TextSample], title: str, options: Options
+) -> Iterator[tuple[torch.Tensor, str]]:
+    """Yield each text as token ids, int64 [positions], and the text that was encoded, with the chat template applied.
 
-    Raises UserError for a text without tokens, and for a conversation if there is no chat template or the template fails.
+    Raises UserError for a text without tokens or over the limits, and for a conversation if there is no chat template or the
+    template fails. Raises NoForward for a tokenizer that can't be run within the limits.
     """
-    if sample.messages or chat:
-        messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
-        text = apply_chat_template(tokenizer, messages, title, sample.where, opens=not sample.messages)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    else:
-        text = sample.text
-        ids = tokenizer(text)["input_ids"]
-    if len(ids) == 0:
-        raise UserError(f"{sample.where or 'the text'}: {printable(text, 40)!r} has no tokens")
-    return torch.tensor(ids, dtype=torch.int64), text
+    texts = [sample.text for sample in samples]
+    chats = [at for at, sample in enumerate(samples) if sample.messages or options.chat]
+    if chats:
+        conversations = [_conversation(samples[at]) for at in chats]
+        for at, text in zip(chats, apply_chat_template(tokenizer, conversations, title, options.limits), strict=True):
+            texts[at] = text
+    refuse_long(samples, texts, options.limits)
+    try_tokenizer(title, tokenizer, texts, options.limits)
+    for at, (sample, text) in enumerate(zip(samples, texts, strict=True)):
+        ids = tokenizer(text, **({"add_special_tokens": False} if at in chats else {}))["input_ids"]
+        if len(ids) == 0:
+            raise UserError(f"{sample.where or 'the text'}: {printable(text, 40)!r} has no tokens")
+        yield torch.tensor(ids, dtype=torch.int64), text
 
 
-def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
-    """Convert a conversation to text with the tokenizer's chat template. Raises UserError.
+def _conversation(sample: TextSample) -> Conversation:
+    """Return a sample as a conversation. A prompt becomes a user's message; its text ends with the words that begin the answer."""
+    messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
+    return sample.where, messages, not sample.messages
 
-    opens: whether the text ends with the words that begin the model's answer.
-    """
+
+def apply_chat_template(
+    tokenizer: Any, conversations: Sequence[Conversation], title: str, limits: InputLimits
+) -> list[str]:
+    """Convert conversations to texts with the tokenizer's chat template. Raises UserError."""
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{where}: {title} has no chat template; {hint('no-chat')}")
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
-    except Exception as error:  # a template is a program that comes with the model and may raise anything
-        raise UserError(f"{where}: the chat template of {title} refuses this conversation: {one_line(error)}") from None
+        raise UserError(f"{conversations[0][0]}: {title} has no chat template; {hint('no-chat')}")
+    return run_template(title, tokenizer.get_chat_template(), tokenizer, conversations, limits)
+
+
+def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
+    """Raise UserError for a text that has more characters than the limit on tokens admits."""
+    for sample, text in zip(samples, texts, strict=True):
+        what = f"{sample.where}, at {CHARACTERS_PER_TOKEN} characters per token,"
+        limits.refuse_file("tokens", what, len(text) / CHARACTERS_PER_TOKEN)
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:

@@ -185,6 +185,8 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
     """Return True if certainly no |value| exceeds the limit and none is NaN. False means that the caller must check each value."""
     if limit == FLOAT32_MAX:
         return _is_finite(values)
+    if values.numel() == 0:
+        return True
     return float(torch.maximum(values.amax(), -values.amin())) <= limit
 
 

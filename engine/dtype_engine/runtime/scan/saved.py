@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,8 @@ def read_any(path: Path) -> SavedScan:
         file = as_type(data, _File)
     except UserError as error:
         raise UserError(f"{path} is not a saved scan ({error}); remove it or give another file") from None
+    if any(number is not None and math.isnan(number) for number in _drifts(file)):
+        raise UserError(f"{path} is not a saved scan (a score is NaN); remove it or give another file")
     done = {sequence.index: _scores(sequence) for sequence in file.sequences}
     parts = file.parts
     measured = (
@@ -228,6 +231,17 @@ def read_any(path: Path) -> SavedScan:
         measured,
         file.shard,
     )
+
+
+def _drifts(file: _File) -> Iterator[float | None]:
+    """Yield the numbers that a scan never writes as NaN: drifts and what they are divided by. Margins and variances may be NaN."""
+    yield from (score for _, _, score, _ in file.scores or ())
+    for sequence in file.sequences:
+        yield sequence.mass
+        for _, _, drift, _, error, measured in sequence.sums:
+            yield from (drift, error, measured)
+        for sample in sequence.selections:
+            yield from (sample.share, sample.cost, *(squares for _, _, squares, _ in sample.sums))
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:

@@ -151,6 +151,25 @@ def test_what_no_file_has_is_refused_in_a_sentence(make_llama: Callable[..., Pat
     assert not (tmp_path / "out").exists()
 
 
+def test_codes_are_those_of_one_weight(tensors: Path, tmp_path: Path) -> None:
+    """A name may end as the codes of another weight do, so that both would be read of one tensor."""
+    out = tmp_path / "out"
+    export_checkpoint(open_checkpoint(tensors), "source", recipe("*=int8"), out)
+    file = out / "model.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    written = load_file(file)
+    codes = next(name for name in written if name.endswith("_quantized"))
+    name = codes.removesuffix("_quantized")
+    save_file(
+        written | {f"{codes}_scale": written[f"{name}_scale"].clone()},
+        file,
+        metadata | {f"dtype_engine.scaled.{codes}": "int8"},
+    )
+    with pytest.raises(UserError, match=f"tensor {codes} is a part of two weights, "):
+        open_checkpoint(out).tree()
+
+
 def test_a_shape_that_does_not_belong_to_the_codes_is_refused(tensors: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     export_checkpoint(open_checkpoint(tensors), "source", recipe("*=mxfp4"), out)

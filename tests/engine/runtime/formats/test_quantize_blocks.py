@@ -143,6 +143,11 @@ def test_of_values_lost_only_more_than_rounding_is_told(dtype: str) -> None:
     assert loss == count_losses("w", tensor, dtype, codes)
 
 
+@FORMATS
+def test_a_tensor_without_elements_loses_nothing(dtype: str) -> None:
+    assert count_losses("w", torch.zeros(4, 0), dtype) is None
+
+
 def test_memory_stays_bounded_whatever_the_tensor() -> None:
     tensor = torch.zeros(1, 4096).expand(20_000, 4096)
     round_trip("w", tensor[:300], "nvfp4")

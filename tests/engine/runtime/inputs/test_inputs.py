@@ -110,9 +110,14 @@ def test_a_picture_file_goes_through_the_models_own_processor(saved: Callable[..
 
 
 def test_llava_and_its_prompt_are_put_together_as_its_processor_does(saved: Callable[..., Path], picture: Path) -> None:
+    """Its chat template is applied only if asked for."""
     folder = saved("llava")
-    session = opened(folder, images=(picture,), prompts=("what is it",))
     processor = transformers.AutoProcessor.from_pretrained(folder)
+    session = opened(folder, images=(picture,), prompts=("what is it",))
+    plain = processor(images=Image.open(picture), text="<image>what is it", return_tensors="pt")
+    assert torch.equal(kwargs_of(session)["input_ids"], plain["input_ids"])
+    session = opened(folder, images=(picture,), prompts=("what is it",), chat=True)
+    assert not any("--chat" in part for part in session.inputs_reading.made_of)  # type: ignore[union-attr]
     expected = processor(images=Image.open(picture), text="<image>what is it so ", return_tensors="pt")
     assert torch.equal(kwargs_of(session)["input_ids"], expected["input_ids"])
     assert (kwargs_of(session)["input_ids"] == checkpoint_folders.IMAGE_TOKEN).sum() == 4, "(32 / 16)² patches"
@@ -143,7 +148,7 @@ def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[...
     time = np.arange(44_100) / 44_100
     stereo = np.stack([0.8 * np.sin(2 * np.pi * 440 * time), 0.4 * np.sin(2 * np.pi * 440 * time)], axis=1)
     soundfile.write(path, stereo, 44_100)
-    found = open_sound(path, 16_000)
+    found = open_sound(path, 16_000, de.InputLimits())
     expected = 0.6 * np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
     assert found.shape == expected.shape
     assert np.abs(found - expected)[200:-200].max() < 2e-3, "the filter rings at the ends only"
@@ -172,7 +177,7 @@ def test_a_frequency_above_half_the_rate_does_not_fold_back(tmp_path: Path) -> N
         file.setframerate(48_000)
         samples = 0.9 * np.sin(2 * np.pi * 12_000 * np.arange(48_000) / 48_000)
         file.writeframes((samples * 32767).astype("<i2").tobytes())
-    assert np.abs(open_sound(path, 16_000))[200:-200].max() < 1e-2
+    assert np.abs(open_sound(path, 16_000, de.InputLimits()))[200:-200].max() < 1e-2
 
 
 @pytest.mark.parametrize(("own_rate", "rate"), [(44_100, 16_000), (48_000, 16_000), (8_000, 16_000), (11_025, 24_000)])

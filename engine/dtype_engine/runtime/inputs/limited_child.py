@@ -1,0 +1,82 @@
+"""Runs the programs that come with a tokenizer, with limits on time and memory, in a process that can be ended.
+
+A chat template is a program, and a tokenizer's normalizers and regular expressions can expand a text or backtrack without end.
+`limited.py` starts this file, which imports neither torch nor this package, writes a JSON object to its standard input, and reads
+a JSON list from its standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from typing import Any
+
+try:
+    import resource
+except ImportError:  # Windows has no such limits; there the parent's time limit remains
+    resource = None  # type: ignore[assignment]
+
+OUT_OF_MEMORY = 3
+"""The exit status if there is not enough memory within the limit."""
+
+
+def render(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the text that the chat template makes of each conversation, or the error at which the template stopped."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    answers: list[dict[str, Any]] = []
+    limit_memory(job["memory"])
+    for messages, opens in job["conversations"]:
+        limit_seconds(job["seconds"])
+        try:
+            (text,), _ = render_jinja_template(
+                conversations=[messages], chat_template=job["template"], add_generation_prompt=opens, **job["variables"]
+            )
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything
+            return [*answers, {"error": str(error) or type(error).__name__}]
+        if len(text.encode("utf-8", "surrogatepass")) > job["bytes"]:
+            return [*answers, {"bytes": len(text.encode("utf-8", "surrogatepass"))}]
+        answers.append({"text": text})
+    return answers
+
+
+def split(job: dict[str, Any]) -> list[dict[str, Any]]:
+    """Normalize each text and split it into words, as the tokenizer does before it looks up tokens. The words are not returned."""
+    from tokenizers import AddedToken, Tokenizer
+
+    model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
+    parts = {name: job[name] for name in ("normalizer", "pre_tokenizer")}
+    tokenizer = Tokenizer.from_str(json.dumps({"version": "1.0", "added_tokens": [], "model": model, **parts}))
+    for content, settings in job["added"]:
+        tokenizer.add_tokens([AddedToken(content, **settings)])
+    limit_memory(job["memory"])
+    for text in job["texts"]:
+        limit_seconds(job["seconds"] * (1 + len(text) // 1_000_000))
+        tokenizer.encode(text, add_special_tokens=False)
+    return []
+
+
+def limit_memory(more: int) -> None:
+    """Let this process map at most `more` bytes more than it has mapped now."""
+    if resource is not None and sys.platform.startswith("linux"):
+        with open("/proc/self/statm", encoding="ascii") as file:
+            most = int(file.read().split()[0]) * resource.getpagesize() + more
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def limit_seconds(seconds: int) -> None:
+    """Let the system end this process after so many seconds of its computing, also in the middle of a function of C or Rust."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+if __name__ == "__main__":
+    request = json.load(sys.stdin)
+    try:
+        result = {"render": render, "split": split}[request["job"]](request)
+    except MemoryError:
+        sys.exit(OUT_OF_MEMORY)
+    json.dump(result, sys.stdout)

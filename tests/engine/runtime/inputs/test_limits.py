@@ -1,0 +1,268 @@
+"""What a file may ask for while inputs are made of it: every bound is met before the memory or the time is spent."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import transformers
+from PIL import Image
+from tests.helpers import checkpoint_folders
+from tests.helpers.checkpoint_folders import CHAT, tokenizer
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.runtime.inputs.audio import open_sound
+from dtype_engine.runtime.inputs.images import open_picture
+from dtype_engine.runtime.inputs.processor_limits import made_values
+
+LIMITS = de.InputLimits()
+PREPROCESSOR = "preprocessor_config.json"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A function that returns a saved folder, written once."""
+    models = tmp_path_factory.mktemp("models")
+    return lambda name: path if (path := models / name).exists() else checkpoint_folders.save(name, path)
+
+
+@pytest.fixture
+def edited(saved: Callable[[str], Path], tmp_path: Path) -> Callable[..., Path]:
+    """A function that returns a copy of a saved folder with changes to its JSON files."""
+
+    def edit(name: str, files: dict[str, dict[str, Any]] | None = None) -> Path:
+        folder = shutil.copytree(saved(name), tmp_path / name)
+        for file, changes in (files or {}).items():
+            (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | changes))
+        return folder
+
+    return edit
+
+
+def no_forward(folder: Path, **options: Any) -> str:
+    """Why the model of a folder can't be run; the model itself opens."""
+    said = de.open(str(folder), options=de.Options(**options)).no_forward
+    assert said is not None
+    assert "\n" not in said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [({"shortest_edge": 12000}, "ViTImageProcessor.* asks for 432,000,000 values, more than the limit of 67,108,864"),
+     ({"height": 8000, "width": 8000}, "asks for 192,000,000 values"), (10**9, "asks for 1,000,000,000 values"),
+     (-5, r"size in preprocessor_config.json is -5, not a number"), ("x", "is 'x', not a number"), (0, "is 0, not a number"),
+     ({"height": "x", "width": 3}, "is 'x', not a number"), ({"shortest_edge": True}, "is True, not a number")],
+)  # fmt: skip
+def test_a_size_that_an_image_processor_asks_for_is_bounded(edited: Callable[..., Path], size: Any, says: str) -> None:
+    assert re.search(says, no_forward(edited("vit", {PREPROCESSOR: {"size": size}})))
+
+
+def test_the_number_of_patches_is_bounded(edited: Callable[..., Path]) -> None:
+    asked = {"size": {"height": 448, "width": 448}, "max_patches": 10**6}
+    said = no_forward(edited("vit", {PREPROCESSOR: asked}))
+    assert "the number of patches in preprocessor_config.json asks for 602,112,000,000 values" in said
+
+
+def test_a_size_in_config_json_is_bounded(edited: Callable[..., Path], saved: Callable[[str], Path]) -> None:
+    """Of a model whose weights do not depend on the size of its pictures, and whose folder has no processor."""
+    said = no_forward(edited("swin", {"config.json": {"image_size": 8000}}))
+    assert "a picture of 8000 x 8000, the size in config.json, asks for 192,000,000 values" in said
+    options = de.Options(limits=de.InputLimits(values=3071))
+    assert "a picture of 32 x 32, the size in config.json, asks for 3,072 values" in str(
+        de.open(str(saved("swin")), options=options).no_forward
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "says"),
+    [("wav2vec2", {"sampling_rate": 10**9}, "the highest rate is 1,000,000 Hz"),
+     ("wav2vec2", {"sampling_rate": -5}, "sampling_rate in preprocessor_config.json is -5, not a number"),
+     ("wav2vec2", {"sampling_rate": "x"}, "is 'x'"), ("wav2vec2", {"sampling_rate": 0}, "is 0"),
+     ("whisper", {"chunk_length": 10**6}, "asks for 16,000,000,000 values"),
+     ("whisper", {"feature_size": 10**7}, "n_fft times feature_size"),
+     ("whisper", {"hop_length": 1, "chunk_length": 100}, "asks for 640,000,000 values")],
+)  # fmt: skip
+def test_a_size_that_a_feature_extractor_asks_for_is_bounded(
+    edited: Callable[..., Path], model: str, changes: dict[str, Any], says: str
+) -> None:
+    assert says in no_forward(edited(model, {PREPROCESSOR: changes}))
+
+
+def test_the_numbers_that_processors_make_are_about_those_that_were_foretold(saved: Callable[[str], Path]) -> None:
+    for name in ("vit", "clip", "llava", "qwen2_5_vl"):
+        processor = transformers.AutoImageProcessor.from_pretrained(saved(name))
+        for width, height in ((48, 40), (300, 100)):
+            made = processor(images=Image.new("RGB", (width, height)), return_tensors="np")["pixel_values"].size
+            assert made / 2 <= made_values(processor, width, height) <= 4 * made
+
+
+def test_a_picture_of_many_pixels_is_refused_by_its_header(tmp_path: Path) -> None:
+    """13,300 x 13,300 pixels in 22 kB; decoded they are 531 MB."""
+    row = b"\x00" + bytes(1663)
+    parts = {
+        b"IHDR": struct.pack(">IIBBBBB", 13_300, 13_300, 1, 0, 0, 0, 0),
+        b"IDAT": zlib.compress(row * 13_300, 9),
+        b"IEND": b"",
+    }
+    path = tmp_path / "large.png"
+    chunks = (
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts.items()
+    )
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(chunks))
+    assert path.stat().st_size < 25_000
+    with pytest.raises(
+        de.UserError, match=r"large\.png has 176,890,000 pixels, more than the limit of 67,108,864"
+    ) as said:
+        open_picture(path, LIMITS)
+    assert "--input-limit pixels=176890000 raises it" in str(said.value)
+    small = checkpoint_folders.write_picture(tmp_path / "small.png", 20, 10)
+    with pytest.raises(de.UserError, match=r"small\.png has 200 pixels"):
+        open_picture(small, de.InputLimits(pixels=199))
+    assert open_picture(small, de.InputLimits(pixels=200)).size == (20, 10)
+
+
+def claiming(path: Path, samples: int) -> Path:
+    """A FLAC file of 8 channels at 48 kHz whose header claims so many samples."""
+    soundfile.write(path, np.zeros((480, 8), np.float32), 48_000)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"fLaC") + 8 + 13  # 36 bits in the block STREAMINFO
+    data[at : at + 5] = (data[at] >> 4 << 36 | samples).to_bytes(5, "big")
+    path.write_bytes(data)
+    return path
+
+
+def test_audio_of_many_samples_is_refused_by_its_header(tmp_path: Path) -> None:
+    slow = tmp_path / "slow.wav"
+    soundfile.write(slow, np.zeros(1600, np.float32), 1, subtype="PCM_16")
+    assert slow.stat().st_size == 3244
+    for path, says in (
+        (slow, r"slow\.wav has 1,600 seconds, more than the limit of 600; --input-limit seconds=1600"),
+        (claiming(tmp_path / "a.flac", 2**36 - 1), r"a\.flac has 1,431,656 seconds"),
+        (claiming(tmp_path / "b.flac", 30 * 60 * 48_000), r"b\.flac has 1,800 seconds"),
+        (claiming(tmp_path / "c.flac", 10 * 60 * 48_000), r"c\.flac has 230,400,000 values"),
+        (claiming(tmp_path / "d.flac", 0), r"d\.flac does not say how long it is"),
+    ):
+        with pytest.raises(de.UserError, match=says):
+            open_sound(path, 16_000, LIMITS)
+    fast = tmp_path / "fast.wav"
+    soundfile.write(fast, np.zeros(500, np.float32), 1, subtype="PCM_16")
+    with pytest.raises(de.UserError, match=r"fast\.wav at 1,000,000 Hz has 500,000,000 values"):
+        open_sound(fast, 1_000_000, LIMITS)
+    assert len(open_sound(fast, 10, LIMITS)) == 5000
+
+
+def test_texts_of_many_tokens_are_refused(saved: Callable[[str], Path], tmp_path: Path) -> None:
+    (tmp_path / "long.txt").write_text("a " * 2000)
+    folder, given = str(saved("llama")), (tmp_path / "long.txt",)
+    for tokens, says in ((249, "at 16 characters per token, has 250 tokens"), (1500, "has 2,002 tokens")):
+        options = de.Options(texts=given, limits=de.InputLimits(tokens=tokens))
+        with pytest.raises(de.UserError, match=rf"long\.txt.* {says}"):
+            de.open(folder, options=options)
+    few = de.open(folder, options=de.Options(texts=given, limits=de.InputLimits(tokens=1500), sequences=2))
+    assert few.inputs is not None
+    assert len(few.inputs.batches) == 2
+
+
+def chat_folder(folder: Path, template: str) -> Path:
+    tokenizer(chat_template=template).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [("{{ 'a' * 6000000000 }}", "needs more memory than the 1,024 MiB"), ("{{ 9**(9**9) }}", "needs over 1 s"),
+     ("{% for i in range(30000) %}{{ 'a' * 99 }}{% endfor %}", "has 2,970,000 bytes, more than the limit of 1,048,576"),
+     ("{{ raise_exception('no\nway') }}", "prompt 1: the chat template of llama refuses this conversation: no way")],
+)  # fmt: skip
+def test_a_chat_template_is_ended_at_its_limits(
+    edited: Callable[..., Path], template: str, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = chat_folder(edited("llama"), template)
+    given = ["--prompt", "x", "--chat", "--input-limit", "template-seconds=1"]
+    assert run(cli, "dtype-engine", ["drift", str(folder), *given]) == 2
+    said = capsys.readouterr().err.strip()
+    assert says in said
+    assert "\n" not in said
+    de.open(str(folder), options=de.Options(prompts=("x",)))  # unasked, the template does not run
+
+
+def test_the_text_of_a_template_is_that_of_transformers(edited: Callable[..., Path], tmp_path: Path) -> None:
+    template = (
+        CHAT
+        + "{{ cls_token }}{% generation %}{{ {'a': 'ü'} | tojson }}{% endgeneration %}{{ messages[0].keys() | list }}"
+    )
+    folder = chat_folder(edited("llama"), template)
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    talk = [{"role": "user", "content": "one", "name": None}, {"role": "assistant", "content": "two"}]
+    (tmp_path / "talks.jsonl").write_text(json.dumps({"messages": talk}) + '\n{"text": "three"}\n')
+    session = de.open(str(folder), options=de.Options(texts=(tmp_path / "talks.jsonl",), chat=True))
+    assert session.inputs is not None
+    said = [own.apply_chat_template(talk, tokenize=False)]
+    said += [
+        own.apply_chat_template([{"role": "user", "content": "three"}], tokenize=False, add_generation_prompt=True)
+    ]
+    assert [batch.text for batch in session.inputs.batches] == said
+
+
+def replacing(pattern: dict[str, str], content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+MANY = [replacing({"String": "a"}, "a" * 60)] * 5
+PARTS: dict[str, tuple[dict[str, Any], str]] = {
+    "replacements": ({"normalizer": {"type": "Sequence", "normalizers": MANY}}, "its tokenizer.json needs "),
+    "decoder": ({"decoder": {"type": "Sequence", "decoders": MANY}}, "may make 777,600,000 characters of one"),
+    "expression": (
+        {
+            "pre_tokenizer": {
+                "type": "Split",
+                "pattern": {"Regex": "([a-z ]+)+$"},
+                "behavior": "Isolated",
+                "invert": False,
+            }
+        },
+        "its tokenizer.json ",
+    ),
+    "harmless": ({"normalizer": replacing({"Regex": " {2,}"}, "b")}, ""),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_a_tokenizer_is_tried_where_it_can_be_ended(edited: Callable[..., Path], part: str) -> None:
+    changes, says = PARTS[part]
+    own = {"tokenizer_class": "PreTrainedTokenizerFast"}  # what stands in tokenizer.json, not what is written for BERT
+    folder = edited("llama", {"tokenizer_config.json": own, "tokenizer.json": changes})
+    said = de.open(str(folder)).no_forward
+    assert says in said if said is not None else not says
+
+
+def test_most_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("subprocess.run", started)
+    for name in ("llama", "bert", "clip"):
+        assert de.open(str(saved(name))).inputs is not None
+
+
+@pytest.mark.parametrize("given", ["pixels", "pixels=", "pixels=-1", "colours=3", "pixels=1e9", "template_bytes=1"])
+def test_a_limit_that_is_none_is_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["drift", "demo", "--input-limit", given]) == 2
+    said = capsys.readouterr().err
+    assert "give KIND=NUMBER, where KIND is pixels, seconds, values, tokens, template-seconds or template-bytes" in said
+    assert said.count("\n") == 1
