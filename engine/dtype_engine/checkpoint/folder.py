@@ -51,7 +51,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     """Read the headers of a checkpoint folder or file.
 
     Only the headers of safetensors and GGUF files are read. Pickles need torch, and are read in a way that runs no code from the
-    file. Raises UserError, which names the file and the problem.
+    file, unless `trust_pickle` is set. Raises UserError, which names the file and the problem.
     """
     with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)

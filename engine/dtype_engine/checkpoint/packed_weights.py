@@ -167,7 +167,9 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Map each tensor that belongs to a weight quantised by another program to the reason why it is never cast."""
+    """Map the name of each tensor that belongs to a weight quantised by another program to the reason why it is never cast. config:
+    the content of config.json, whose description of the method is then part of the reason.
+    """
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):

@@ -56,7 +56,9 @@ class Pickled:
 
 
 def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """Return the tensors of one or several files, memory-mapped if possible. Raises UserError, naming the file and the problem."""
+    """Return the tensors of one or several files, memory-mapped if possible. trust: let the files run any code. Raises UserError,
+    naming the file and the problem.
+    """
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}

@@ -79,7 +79,9 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """Return one weight, or None if a tensor that the weight's dtype requires is missing or has the wrong dtype or size."""
+    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size.
+    packed_shape: the weight's shape in the file's metadata, which packed codes need.
+    """
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -111,7 +113,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
     """Return two possible names for the codes of a weight: one for layouts that other programs read, and one for layouts that only
-    this program reads.
+    this program reads. dtype: the format of the codes.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""

@@ -110,7 +110,9 @@ def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings for scales, zero points and other tensors of quantised weights whose shapes do not match the codes."""
+    """Yield findings for scales, zero points and other tensors of quantised weights whose shapes do not match the codes. config:
+    the content of config.json.
+    """
     for weight in weights:
         codes, scale = tensors[weight.codes], tensors[weight.scale]
         expected = _scale_shapes(weight, codes.shape, scale.shape, tensors, config)
