@@ -100,7 +100,8 @@ def _left_out_lines(written: Conversion) -> list[str]:
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """Compare the tensors that the recipe's patterns match in dtype-engine and, unchanged, in another tool.
+    """Find tensors that a recipe's pattern matches in dtype-engine but not in another tool that gets the same pattern, or the other
+    way round.
 
     For vllm and sglang, show how the runtime would load an export. The exit status is 1 if the matches differ, or if a runtime
     would refuse or change a weight, or run it slowly.

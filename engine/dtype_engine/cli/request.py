@@ -64,8 +64,9 @@ class RunRequest:
     ) -> RunRequest:
         """Build the request from the values of a command line, keyed by parameter name.
 
-        runs: whether the values include the options of a forward pass. checks_inputs: whether the input files are on this machine.
-        Raises UserError for an invalid rule, preset, recipe file or input file.
+        explicit: the names of the parameters that the user gave. runs: whether the values include the options of a forward pass.
+        checks_inputs: whether the input files are on this machine. Raises UserError for an invalid rule, preset, recipe file or
+        input file.
         """
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
@@ -141,7 +142,9 @@ class RunRequest:
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """Build `Options` from a command line's values. Raises UserError for a dtype that is unknown or not allowed."""
+    """Return the `Options` for opening and running the model, from the values of a command's parameters. runs: whether the command
+    has the options of a forward pass, such as --compute. Raises UserError for a dtype that is unknown or not allowed.
+    """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))
