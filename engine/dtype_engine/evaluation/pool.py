@@ -161,13 +161,17 @@ def fitting(workers: int, private: int) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ..."""
+    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ...
+    environment: the environment variables.
+    """
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make only the GPU of the pool's `index`-th process visible here, before CUDA is initialized. Without GPUs, do nothing."""
+    """Make only the GPU of the pool's `index`-th process visible to this process, through `environment`, before CUDA is
+    initialized. Without GPUs, do nothing.
+    """
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
 

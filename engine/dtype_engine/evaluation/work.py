@@ -138,7 +138,9 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """Do the work of `Session.causes` on a pool. With the same number of threads, its report is the same to the last bit."""
+    """Do the work of `Session.causes` on a pool. With the same number of threads, its report is the same to the last bit.
+    `on_progress(done, total)` counts modules or subtrees.
+    """
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
@@ -156,7 +158,9 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function that compares an export's tensors on a pool, for use by `verify`. An evaluation has at most 64 MiB."""
+    """Return a function that compares an export's tensors on a pool, for use by `verify`. An evaluation has at most 64 MiB.
+    threads: how many each worker uses.
+    """
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
