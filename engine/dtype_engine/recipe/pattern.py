@@ -108,7 +108,9 @@ _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the text from index `at` to the end or, inside braces, to the next `,` or `}`. Also returns the end's index."""
+    """Translate the text from index `at` to the end or, inside braces, to the next `,` or `}`. Also returns the end's index. depth:
+    how many braces are open.
+    """
     pieces: list[_Piece] = []
     while at < len(text):
         character = text[at]
@@ -156,7 +158,9 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
 
 
 def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
-    """Translate `{a,b}` or `{0..7}`, whose brace opens at index `opened`. Also returns the index after the closing brace."""
+    """Translate `{a,b}` or `{0..7}`, whose brace opens at index `opened`. Also returns the index after the closing brace. depth:
+    how many braces enclose it.
+    """
     if depth > 20:
         raise PatternError(f"pattern {shortened(text)}: braces are nested too deep at {opened + 1}", opened)
     ranged = _RANGE.match(text, opened + 1)

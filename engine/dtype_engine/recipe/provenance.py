@@ -63,7 +63,8 @@ def recipe_text(
     """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
     tensors whose casts lose values.
 
-    lost: the tensors whose casts lose values, if there is no report. None if they were not determined.
+    title: the name of the model. versions: those of the libraries, by name. lost: the tensors whose casts lose values, if there is
+    no report. None if they were not determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
