@@ -94,7 +94,9 @@ class ExportTensor:
     quantized: Callable[[], Quantized] | None = None
     """A function that returns codes and scales which can be written as they are, or None if they must be computed."""
     byte_range: ByteRange | None = None
-    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged in a row."""
+    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged and
+    contiguously.
+    """
     shared: SharedScale | None = None
     """The scale that this weight shares with weights fused or packed together with it, or None if it has a scale of its own."""
     quantised_inputs: bool = False

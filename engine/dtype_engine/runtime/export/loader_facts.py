@@ -93,7 +93,9 @@ def _one_format(formats: Collection[str]) -> bool:
 
 
 def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
-    """Return the facts about one kind of weight."""
+    """Return what transformers' `from_pretrained` loads for weights in the format `dtype`. expert: whether the weights belong to
+    experts.
+    """
     name, blocks = layout(dtype), dtypes.BY_NAME[dtype].blocks
     if expert:
         return _ALWAYS_SAME if blocks is None or name == "fp8" else _WIDENED_EXPERTS
