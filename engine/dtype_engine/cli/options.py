@@ -241,7 +241,8 @@ class ModelCommand(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Build the `RunRequest`, call the command's function with it, and return its result. Raises UserError for invalid options.
+        """Build the `RunRequest`, call the command's function with it, and return the function's result. Raises UserError for
+        invalid options.
         """
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)

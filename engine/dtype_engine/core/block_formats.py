@@ -33,7 +33,8 @@ class Blocks:
     zero_points: bool = False
     """Whether each block also has an integer zero point."""
     packing: Packing = "none"
-    """How codes below 8 bits are packed in a file: "nibbles": two to a byte. "words": in 32-bit words. "six bits": four in 3 bytes.
+    """How codes below 8 bits are packed in a file. "nibbles": two to a byte. "words": as many as fit into 32-bit words. "six bits":
+    four in 3 bytes.
     """
     layout: str = ""
     """The name of the checkpoint layout in which other programs read this format, or "" if there is none."""
