@@ -160,7 +160,8 @@ def _is_message(message: object) -> bool:
 def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple[torch.Tensor, str]:
     """Return a text as token ids, int64 [positions], and the text that was encoded, with the chat template applied.
 
-    Raises UserError for a text without tokens, and for a conversation if there is no chat template or the template fails.
+    title: the name of the model, for errors. chat: whether to apply the template also to a plain text. Raises UserError for a text
+    without tokens, and for a conversation if there is no chat template or the template fails.
     """
     if sample.messages or chat:
         messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
@@ -177,7 +178,8 @@ def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
     """Convert a conversation to text with the tokenizer's chat template. Raises UserError.
 
-    opens: whether the text ends with the words that begin the model's answer.
+    messages: (role, content) of each turn as dictionaries. title, where: the names of the model and of the place of the
+    conversation, for errors. opens: whether the text ends with the words that begin the model's answer.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: {title} has no chat template; {hint('no-chat')}")
@@ -188,7 +190,9 @@ def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: s
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Return the texts to combine with pictures or audio, and whether the user provided them. Raises UserError."""
+    """Return the texts to combine with pictures or audio, and whether the user provided them. default: the texts if the user
+    provided none. Raises UserError.
+    """
     texts = []
     for sample in text_samples(options):
         if sample.messages:
