@@ -111,8 +111,8 @@ class Attribution:
         cancelled: IsCancelled = never,
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
-        """Measure every module or subtree, in this process or with the function `elsewhere`. `on_progress(done, total)` counts
-        them.
+        """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
+        `on_progress(done, total)` counts them.
 
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
@@ -184,7 +184,9 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
-        """Measure each module or, if there are too many, subtrees, of which those that drift most are split further."""
+        """Return the contribution of each module or, if there are too many, subtrees, of which those that drift most are split
+        further. run: measures some of them. whole: the drift of the whole recipe.
+        """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -210,7 +212,9 @@ class Attribution:
     def _measured(
         self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
     ) -> list[Contribution]:
-        """Measure modules or subtrees. Returns their contributions in the same order, although workers may finish in any order."""
+        """Measure modules or subtrees (`parts`) with `run`. Returns their contributions in the same order, although workers may
+        finish in any order. whole: the drift of the whole recipe. total: the number of measurements that the progress counts.
+        """
         found: dict[int, Contribution] = {}
         for index, measured in run(parts):
             part, drift = parts[index], measured.drift
@@ -276,7 +280,9 @@ class _LocalError(ModuleObserver):
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a subtree into its children, each with its modules. While there is only one child, split this child instead."""
+    """Split the subtree `name`, which has these modules, into its children. Returns (child, its modules) for each. While there is
+    only one child, split this child instead.
+    """
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

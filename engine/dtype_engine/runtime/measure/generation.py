@@ -112,7 +112,9 @@ def _write(
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
-    """Return the model's own generation settings, but with greedy decoding: without sampling and without beams."""
+    """Return the model's own generation settings, but with greedy decoding: without sampling and without beams. tokens: the maximum
+    number of tokens to generate.
+    """
     own = getattr(model.module, "generation_config", None)
     if own is None or _own_generate(model.module):
         return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}

@@ -46,7 +46,8 @@ def measure_noise_floor(
     """Run the reference, then two variants of it, and compare: with another attention implementation, and with each input twice in
     one batch. Variants that the model does not support are skipped.
 
-    `on_progress(done, total)` counts runs on one input; `total` is an estimate. Raises NoForward if the reference fails.
+    behavior: what earlier passes have shown about the model. `on_progress(done, total)` counts runs on one input; `total` is an
+    estimate. Raises NoForward if the reference fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -109,7 +110,7 @@ def _variants(
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
     """Run a batch in which each input is repeated `times` times. Returns the main output of the first copy, or None if the run
-    fails or the copies have different outputs.
+    fails or the copies have different outputs. reference: the batch's main output; each copy's output must have its shape.
     """
     try:
         output = main_output(_run(runner, batch))[1]

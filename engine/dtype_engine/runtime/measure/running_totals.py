@@ -30,7 +30,7 @@ class ReferenceRecord:
     left_out: frozenset[str] = frozenset()
     """Names of modules with an output that did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """The experts that routers chose; see `ModuleRecorder`."""
+    """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,10 +79,11 @@ class RunningTotals:
         output: torch.Tensor,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Add the candidate's pass over a sequence and its main output. `set_modules` adds the results of modules.
+        """Add the candidate's pass `ran` over the sequence `number`, and its main output. `set_modules` adds the results of
+        modules.
 
-        If the sequence was added before, its main output is not added again. kept: the positions to compare; see
-        `KeptPositions.of_main`.
+        If the sequence was added before, its main output is not added again. kept: a mask of the positions to compare, bool [batch,
+        positions]; if None, all.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out

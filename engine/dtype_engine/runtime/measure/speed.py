@@ -75,7 +75,9 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time the model as currently cast. label, mix: name and dtypes of the variant. candidate: whether run settings apply."""
+    """Time the model as currently cast. label, mix: name and dtypes of the variant. candidate: whether run settings apply.
+    on_passes: called with the number of passes begun.
+    """
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call
     calls = [make_call(batch) for batch in inputs.batches]
