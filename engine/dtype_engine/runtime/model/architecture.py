@@ -81,8 +81,8 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the module of an architecture without data, on the meta device, and find out into which of its tensors each tensor
-    of the files is loaded.
+    """Construct the module of an architecture without data, on the meta device, and return it with the placement of each tensor of
+    the files: the tensor of the module into which it is loaded.
 
     Raises NoForward if the module can't be constructed or does not match the tensors of the files.
     """
@@ -167,7 +167,7 @@ def _model_class(
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
     """Return the transformers auto class with which to load model code from the checkpoint: a key of `auto_map` whose value is a
-    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key.
+    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key. named: the names in `architectures`.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -277,7 +277,8 @@ def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
     """Raise NoForward if a module does not match a checkpoint: most tensors of the files belong to no tensor of the module, shapes
-    differ, or the module's tensors that the files lack would need far more memory than the files.
+    differ, or the module's tensors that the files lack would need far more memory than the files. placements: the tensor of the
+    module into which each tensor of the files is loaded.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -125,7 +125,7 @@ def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
     """Return ({name in the files: (name after loading, pattern of the tensor's converter or None)}, all converters). transformers
-    uses converters to pack or transpose tensors.
+    uses converters to pack or transpose tensors. live: the weights of the loaded model, by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -182,7 +182,9 @@ def implementation(config: Any, of: str) -> str | None:
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Set the kernel for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not in nested ones."""
+    """Set the kernel `name` (None: the default) for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not
+    in nested ones.
+    """
     setattr(config, f"_{of}_implementation_internal", name)
 
 

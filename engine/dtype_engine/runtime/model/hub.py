@@ -46,7 +46,7 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
     """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files other
     than the checkpoint's. Returns notices of the ignored entries.
 
-    written: the content of `config.json`, from which the configuration was made.
+    written: the content of `config.json`, from which the configuration was made. title: the name of the model, for the notices.
     """
     taken: set[str] = set()
     for part in _parts(config):

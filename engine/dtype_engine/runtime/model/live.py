@@ -162,10 +162,10 @@ class LiveModel:
         """Wrap a module: set it to evaluation mode without gradients, move it to `device`, and keep its current tensors as the
         originals.
 
-        quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the weight's names. placements:
-        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
-        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
-        device.
+        title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
+        weight's names. placements: for each tensor of the checkpoint's files, the tensor of the module into which it is loaded.
+        rest: values for the other fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the
+        module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -231,8 +231,8 @@ class LiveModel:
         """Cast every tensor to its planned dtype. A tensor that already has this dtype is skipped, unless it shares its scale with
         other weights than before.
 
-        Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. Raises Cancelled
-        between two tensors; a later call with any plan continues from there.
+        Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. `on_progress(done,
+        total)` counts tensors. Raises Cancelled between two tensors; a later call with any plan continues from there.
         """
         shared = scale_groups(
             {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}

@@ -145,7 +145,8 @@ class Loaded:
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
     """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
 
-    Raises NoForward if the architecture is unknown or transformers can't load the module.
+    title: the name of the model, for errors. on_step: called with a description of each step. Raises NoForward if the architecture
+    is unknown or transformers can't load the module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.form in _NO_ARCHITECTURE:
@@ -358,6 +359,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mappi
     """Restore the stored data, mapped from the file, of every tensor whose dtype changed on loading.
 
     A tensor that was packed from several stored ones is cast back to their dtype, which is exact, since loading only widened it.
+    placements: the tensor of the module into which each tensor of the files is loaded.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

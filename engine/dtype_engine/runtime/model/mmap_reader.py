@@ -88,7 +88,9 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the codes and scales of a weight that an export stored with scales. Returns them as `cast_or_quantize` does."""
+    """Read the codes and scales of a weight that an export stored with scales. The scales are float32: one for each channel
+    [channels], one for the tensor [1], or one for each block [blocks down, blocks across].
+    """
     if weight.dtype in dtypes.BLOCK_FORMATS:
         return from_file(
             {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype
