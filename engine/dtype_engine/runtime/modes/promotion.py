@@ -113,7 +113,9 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """Describe the cast of `tensor` to `target` as an `ImplicitCast`."""
+    """Return an `ImplicitCast` that describes the cast of `tensor` to `target` in `operation`. torch_raises: whether torch refuses
+    the operation without it.
+    """
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
@@ -152,7 +154,9 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to."""
+    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to. floats: the
+    float tensors among the arguments. result: what the operation returned.
+    """
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]
