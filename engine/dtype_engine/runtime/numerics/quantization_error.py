@@ -76,7 +76,9 @@ _BEST_DB = 200.0
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR, or None if this number would make the cast look better than it is (see `results.WeightError`)."""
+    """Return a tensor's SQNR, or None if this number would make the cast look better than it is: some stored values are not finite,
+    or tiny values that became zero are nearly all of the error.
+    """
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr
 
@@ -179,7 +181,8 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
 
 @single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
-    """Count the values in each power of two, floor(log2 |x|). Zeros and values that are not finite are counted separately.
+    """Return how many values of a tensor are in each power of two, floor(log2 |x|). Zeros and values that are not finite are
+    counted separately.
 
     Raises Cancelled.
     """
