@@ -30,5 +30,5 @@ class ModelBehavior:
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Combine two mappings from weights to the number of module calls before the first use. The smaller number of both is kept."""
+    """Return how many module calls precede the first use of each weight: the smaller number if both mappings have the weight."""
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

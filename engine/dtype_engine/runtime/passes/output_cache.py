@@ -112,7 +112,9 @@ class OutputCache:
             self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Record a call without its output. The call can only be skipped as part of a call around it. span: as in `record_call`."""
+        """Record a call without its output. The call can only be skipped as part of a call around it. span: how many calls had
+        finished when it began, and when it ended.
+        """
         if self.budget >= 0:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 

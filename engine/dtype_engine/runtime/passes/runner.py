@@ -146,7 +146,9 @@ class ForwardRunner:
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the calls to skip, as `reusable_calls` does. There are none if the model is stateful or was not observed."""
+        """Return the calls among the first `prefix` calls to skip: {(module, number of its call): index in `earlier.calls`}. There
+        are none if the model is stateful or was not observed.
+        """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
@@ -175,7 +177,9 @@ class ForwardRunner:
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
     ) -> PassResult[Output]:
-        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier` (see `reusable_calls`)."""
+        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`: {(module, number of its
+        call): index in its `calls`}.
+        """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         try:
@@ -221,7 +225,9 @@ class ForwardRunner:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the outputs of a pass, or None if the options keep no outputs."""
+    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: a key of the values of each
+    weight, by weight name.
+    """
     if not options.cache_bytes:
         return None
     return OutputCache(forms, options.cache_bytes, options.cached)
