@@ -100,7 +100,7 @@ class _TopKSample(msgspec.Struct):
     """The form in which a `TopKSample` is saved in the file of a scan."""
 
     place: int
-    """Holds `TopKSample.index`."""
+    """The index of the `topk` call in the pass (`TopKSample.index`)."""
     share: float
     margins: list[float]
     cost: float
@@ -112,7 +112,7 @@ class _Sequence(msgspec.Struct):
     """The form in which a `SequenceScores` is saved in the file of a scan."""
 
     mass: float
-    """Holds `SequenceScores.normalizer`."""
+    """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
     """Four fields of `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""

@@ -82,8 +82,9 @@ class ScannedSequence:
 
 @dataclass
 class Scan:
-    """A scan that estimates scores, which may be running, stopped or finished. `run` scans the remaining sequences. For each of
-    them it calls `measure` and then `add`; callers can do this themselves to scan sequences in other processes.
+    """Estimates, for each weight and dtype, a score: the drift of the model's output if only this weight is cast. The scan may be
+    running, stopped or finished. `run` scans the remaining sequences. For each of them it calls `measure` and then `add`; callers
+    can do this themselves to scan sequences in other processes.
     """
 
     model: LiveModel
@@ -145,7 +146,9 @@ class Scan:
         self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        """Return whether a cast causes no drift: it rounds neither the weight nor the activations multiplied by it."""
+        """Return whether a cast causes no drift: it rounds neither the weight nor the activations multiplied by it. name: the
+        weight.
+        """
         rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
         return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
 

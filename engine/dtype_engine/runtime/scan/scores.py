@@ -48,7 +48,9 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return each weight's score and standard error in each dtype. A score is 0 if the cast rounds nothing (`free`)."""
+    """Return each weight's score and standard error in each dtype. done: the results of each sequence. wanted: the dtypes of each
+    weight. num_probes: backward passes per sequence. free(weight, dtype): whether the cast rounds nothing; the score is then 0.
+    """
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
@@ -76,7 +78,9 @@ def combine_scores(
 def _score(
     done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
-    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error."""
+    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error. done: the
+    results of each sequence; `sums` and `normalizers` are fields of them.
+    """
     parts = [each.get(key, 0.0) for each in sums]
     normalizer, count = sum(normalizers), len(normalizers)
     score = sum(parts) / normalizer if normalizer else math.inf

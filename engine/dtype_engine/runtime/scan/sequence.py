@@ -163,7 +163,9 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes: first those that start at routing margins, then those that start at the main output."""
+        """Run all backward passes: first those that start at routing margins, then those that start at the main output. calls: the
+        sampled `topk` calls. seed: that of the random signs at their margins.
+        """
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):

@@ -233,7 +233,9 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`."""
+        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`. sources:
+        the arguments that were computed from weights, by `id`.
+        """
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
         return only_weights and one and bool(results) and not any(tensor.requires_grad for tensor in results)
