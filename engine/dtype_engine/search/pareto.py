@@ -48,7 +48,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on the recipe that a search finds."""
+    """Constraints on the recipe that a search finds: which weights keep their dtype, which share one, and which dtypes are allowed.
+    Limits on bytes and drift are given separately.
+    """
 
     keep: tuple[str, ...] = ()
     """Patterns of weights that keep their stored dtype."""
@@ -74,7 +76,9 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Build the items of a search. Raises UserError for a pattern that matches nothing, or a dtype that was not scanned."""
+    """Return the items of a search. scores: the drift for each (weight, dtype). Raises UserError for a pattern that matches
+    nothing, or a dtype that was not scanned.
+    """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
@@ -135,7 +139,9 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Divide the weights into groups that must each have one dtype. Groups with a weight in common are merged."""
+    """Divide the weights into groups that must each have one dtype: those in one parent module that one of `patterns` matches.
+    Groups with a weight in common are merged.
+    """
     leader = {name: name for name in weights}
 
     def find(name: str) -> str:
