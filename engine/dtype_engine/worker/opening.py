@@ -117,7 +117,9 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the session, after emitting the tree of the headers if requested. Raises NoForward, UserError."""
+    """Open the session, after emitting the tree of the headers if requested. on_step: called with a description of each step.
+    Raises NoForward, UserError.
+    """
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")

@@ -236,7 +236,9 @@ class EngineProcess(Engine):
                 self._requests = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
-        """Serve one engine until it ends, and reconnect if its connection is cut. Returns why the engine ended."""
+        """Start an engine and emit its events until it ends. If the connection to a lingering engine is cut, connect to it again.
+        Returns why the engine ended.
+        """
         from dtype_engine.worker import messages
 
         self._received = 0
@@ -252,7 +254,9 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Emit events until the connection ends. Returns why the engine has ended, or None if only the connection was cut."""
+        """Read the events that the engine sends, and emit them, until the connection ends. Returns why the engine has ended, or
+        None if only the connection was cut.
+        """
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name
