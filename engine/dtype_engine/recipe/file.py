@@ -189,8 +189,8 @@ def write_recipe(
 ) -> str:
     """Return the text of a recipe file, with one line per rule, in order.
 
-    comments: a comment for each rule. units: the units of the metrics in `measured`, by name. lost: the tensors whose casts lose
-    values. The file lists these tensors among the metrics.
+    model: the name of the model for which the recipe was made. comments: a comment for each rule. units: the units of the metrics
+    in `measured`, by name. lost: the tensors whose casts lose values. The file lists these tensors among the metrics.
     """
     lines = [f"version: {VERSION}"]
     if model:
