@@ -25,7 +25,7 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing o
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Return a completion item that makes the shell complete MODEL, of which `begun` is typed, as a path."""
+    """Return a completion item that makes the shell complete the argument MODEL, of which `begun` is typed, as a path."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]

@@ -42,10 +42,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """MODEL, the rules for it, and the options for opening and running it."""
+    """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """MODEL as the user typed it."""
+    """The command-line argument MODEL as the user typed it; None if it was left out."""
     options: Options
     """The options. They include the settings of the recipe file, except those that the command line overrides."""
     recipe: Recipe = field(default_factory=Recipe)
@@ -89,7 +89,8 @@ class RunRequest:
         return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """Find the model that MODEL names. Raises UserError, also for an option that does not apply to this kind of model.
+        """Find the model that the command-line argument MODEL names. Raises UserError, also for an option that does not apply to
+        this kind of model.
 
         python_only_by: the option that an error recommends if MODEL is Python code named in a file; None to allow Python code.
         """

@@ -134,7 +134,9 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """Return MODEL in a form that means the same in any working directory: paths become absolute, other forms stay unchanged."""
+    """Return the command-line argument MODEL for a source in a form that means the same in any working directory: paths become
+    absolute, other forms stay unchanged.
+    """
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":

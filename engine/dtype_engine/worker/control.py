@@ -27,7 +27,7 @@ class Open(Message, frozen=True):
     """The app's first message to a new engine: which model to open, and how."""
 
     model: str | None
-    """MODEL as on the command line."""
+    """The command-line argument MODEL, which names the model; None for the demo."""
     options: Options
     read_headers: bool
     recipe: Recipe = Recipe()
