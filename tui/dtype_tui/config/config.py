@@ -65,7 +65,9 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
 
 
 def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
-    """Convert the parsed YAML to a Config. Raises UserError for an invalid entry, and names the entry."""
+    """Convert the parsed YAML `found` to a Config. actions, themes, options: the names that it may contain. Raises UserError for an
+    invalid entry, and names the entry.
+    """
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)

@@ -60,7 +60,9 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """Return (text, dtype) pieces with a node's dtypes and their shares: `bf16 83 % · f32 17 %`. `+1` counts omitted dtypes."""
+    """Return (text, dtype) pieces with a node's dtypes and their shares: `bf16 83 % · f32 17 %`. `+1` counts omitted dtypes. width:
+    that of the cell.
+    """
     shares = totals.mix()
     if not shares:
         return []

@@ -53,7 +53,7 @@ def worst_lines(
 
 def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
     """Return the lines of each module: its SQNR without unit, and its shortened name or, if a second module's name would be
-    shortened to the same text, its full name.
+    shortened to the same text, its full name. others: the names of all modules.
     """
     numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)

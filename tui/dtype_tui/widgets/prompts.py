@@ -90,7 +90,9 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Complete the dtype's name after `=`, or show the next possible completion. Returns False if nothing can be completed."""
+        """Complete the dtype's name after `=`, or show the next (step > 0) or previous possible completion. Returns False if
+        nothing can be completed.
+        """
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)

@@ -206,7 +206,9 @@ class DriftPane(Pane):
 
 
 def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
-    """Return a metric of the current recipe and, if there is a baseline recipe, the same metric of the baseline."""
+    """Return the metric `words` of the current recipe and, if there is a baseline recipe, the same metric of the baseline, as one
+    text.
+    """
     text = Text(words, style=style)
     if baseline is not None:
         text.append(f"  P {baseline}", style="not bold dim")
