@@ -165,7 +165,7 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
+    """Return, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work
@@ -178,8 +178,8 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure the details of a report: the noise floor if the drift may be below it, the reason if values are not finite, and a
-    remedy for lost values if `suggest` is set.
+    """Measure and return the details of a report: the noise floor if the drift may be below it, the reason if values are not
+    finite, and a remedy for lost values if `suggest` is set.
     """
     option = session.options.floor
     floor = None

@@ -1,4 +1,4 @@
-"""`dtype-engine export` and `dtype-engine verify`."""
+"""`dtype-engine export` writes a checkpoint in the dtypes of a recipe, and `dtype-engine verify` checks such a checkpoint."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show how much of a measurement is done, and which pass is running."""
+    """Show how much of a measurement is done, and which pass is running: the `run` "reference" or "candidate"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 

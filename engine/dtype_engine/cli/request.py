@@ -120,7 +120,7 @@ class RunRequest:
         return session
 
     def plan(self, source: Source) -> Planned:
-        """Plan the rules, including the preset's, without loading weights.
+        """Return the plan of the rules, including the preset's, without loading weights.
 
         Without rules the headers are enough. Rules need the architecture (its classes, ties and names), whose import takes seconds.
         Raises UserError, also for a rule that matches nothing or needs unknown module classes.

@@ -1,4 +1,4 @@
-"""`dtype-engine scan` and `dtype-engine search`."""
+"""`dtype-engine scan` scores the effect of casting each weight, and `dtype-engine search` finds the best recipe by these scores."""
 
 from __future__ import annotations
 

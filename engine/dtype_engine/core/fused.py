@@ -73,12 +73,15 @@ def _has_tensor_scale(dtype: str) -> bool:
 
 
 def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of fused weights that no fused kernel supports, because a plan gives their members different formats."""
+    """Return the groups of fused weights that no fused kernel supports, because a plan gives their members different formats.
+    planned: dtypes by weight name.
+    """
     return tuple(group for group in fused_groups(planned) if is_split(group, planned))
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Return whether the weights of a group have different formats, at least one of which has scales.
+    """Return whether the weights of a group have different formats, at least one of which has scales. planned: dtypes by weight
+    name.
 
     No fused kernel supports such a group.
     """

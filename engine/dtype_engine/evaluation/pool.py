@@ -70,7 +70,9 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations like `Pool.results`. If a process is killed, another process repeats its work."""
+        """Run the evaluations. Yields (index, result) of each as soon as it is done. If a process is killed, another process
+        repeats its work.
+        """
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)

@@ -32,7 +32,7 @@ class Opened:
     """Identifies the model and the inputs that a worker has to open."""
 
     model: str | None
-    """An argument of `locate`, with an absolute path; None for the demo."""
+    """The text that names the model, as on the command line, but with an absolute path; None for the demo."""
     options: Options
     weights: str
     """The fingerprint of the weights. A worker refuses a model with another fingerprint."""
@@ -45,7 +45,7 @@ class Exported:
     """An export and the checkpoint that it was made from, which a worker compares."""
 
     model: str | None
-    """The source checkpoint: an argument of `locate`, with an absolute path; None for the demo."""
+    """The text that names the source checkpoint, as on the command line, but with an absolute path; None for the demo."""
     options: Options
     folder: Path
     """The absolute path of the export."""

@@ -59,7 +59,7 @@ class Over:
     """
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """Run tasks on the pool, in the model that its workers open. Yields results like `Pool.results`."""
+        """Run tasks on the pool, in the model that its workers open. Yields (index, result) of each as soon as it is done."""
         noted: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)

@@ -303,8 +303,8 @@ class _State:
 def knapsack(
     table: Sequence[Sequence[tuple[float, float]]], limit: float, price: float, start: Sequence[int]
 ) -> list[int]:
-    """Choose one (cost, weight) from each row so that the sum of costs is minimal while the sum of weights is at most `limit`.
-    Returns the index chosen in each row.
+    """Choose one (cost, weight) from each row of `table` so that the sum of costs is minimal while the sum of weights is at most
+    `limit`. Returns the index chosen in each row.
 
     start: any solution within the limit. price: the Lagrange multiplier p, the cost of a unit of weight. The reduced cost of a
     choice is its cost + p·weight minus the minimum of cost + p·weight in its row. In a solution better than `start`, the reduced

@@ -208,7 +208,7 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """Say whether and how the process has ended, and quote the last line that it wrote to standard error."""
+        """Return words that say whether and how the process has ended, and the last line that it wrote to standard error."""
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:

@@ -56,11 +56,11 @@ class Acknowledge(Message, frozen=True):
 
 
 class PlanExport(Message, frozen=True):
-    """Requests an `ExportPlanned` event; see `Engine.plan_export`."""
+    """Requests an `ExportPlanned` event: what an export of the current recipe would write."""
 
 
 class CheckPath(Message, frozen=True):
-    """Requests a `PathChecked` event; see `Engine.check_path`."""
+    """Requests a `PathChecked` event: whether something exists at a path on the engine's machine."""
 
     path: str
     for_export: bool

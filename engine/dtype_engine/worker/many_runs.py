@@ -81,7 +81,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
-        """Find the modules in which the drift of the session's recipe arises. Raises the errors of `Session.causes`."""
+        """Return the modules in which the drift of the session's recipe arises. Raises the errors of `Session.causes`."""
         with self._over(session, session.plan.planned_bytes) as over:
             if over is None:
                 return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """A model as far as it could be opened: with a session, with only the checkpoint's headers, or with neither."""
+    """A model, opened as far as possible: with a session, with only the checkpoint's headers, or with neither."""
 
     source: Source
     options: Options

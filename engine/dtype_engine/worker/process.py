@@ -366,7 +366,7 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Explain why a process ended with the given exit status, as far as the reason is known."""
+        """Return the reason why a process ended with the exit status `status`, as far as it is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

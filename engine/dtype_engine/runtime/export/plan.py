@@ -41,10 +41,11 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Plan the export of a checkpoint under a recipe and the settings in `options`. Only file headers are read, no weights.
+    """Return the plan for the export of a checkpoint under a recipe and the settings in `options`. Only file headers are read, no
+    weights.
 
-    If the architecture is known, it is built without data to find module classes and tied weights. Raises UserError for a rule that
-    matches nothing and for a weight that can't be stored in its planned dtype.
+    title: the name of the model. If the architecture is known, it is built without data to find module classes and tied weights.
+    Raises UserError for a rule that matches nothing and for a weight that can't be stored in its planned dtype.
     """
     options = options or Options()
     source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
@@ -62,10 +63,12 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan the export of an open model in its current dtypes and under the settings with which it ran. If the model comes from a
-    checkpoint, the export uses the tensor names of the checkpoint's files. For any other model, it uses the names in the module.
+    """Return the plan for the export of an open model in its current dtypes and under the settings with which it ran. If the model
+    comes from a checkpoint, the export uses the tensor names of the checkpoint's files. For any other model, it uses the names in
+    the module.
 
-    input_ranges: the largest |value| of the inputs of each weight, keyed by weight name. Raises UserError.
+    planned: the current dtype of each tensor. input_ranges: the largest |value| of the inputs of each weight, keyed by weight name.
+    Raises UserError.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -116,8 +119,9 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan how each tensor of the checkpoint is exported: in the planned dtype of the model's tensor into which it is loaded (see
-    `placements`), or as stored if the model does not use it. Raises UserError.
+    """Return how each tensor of the checkpoint is exported: in the planned dtype of the model's tensor into which it is loaded
+    (`placements`), or as stored if the model does not use it. Raises UserError. planned: dtypes of the model's tensors.
+    input_ranges: the largest |value| of the inputs of each weight.
     """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]

@@ -106,7 +106,9 @@ def vocabulary(model: LiveModel) -> int | None:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one."""
+    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one.
+    kwargs: these results, by name.
+    """
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {

@@ -202,7 +202,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return a batch with a single sequence of token ids [positions] as the input."""
+    """Return a batch with a single sequence of token ids [positions] as the input. text: the same text, for display."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -238,7 +238,9 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
-    """Return the token that a causal language model should predict at each position (-100: no token), or None for other models."""
+    """Return the token that a causal language model should predict at each position (-100: no token), or None for other models.
+    row: token ids [batch, positions].
+    """
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return None

@@ -91,8 +91,8 @@ class _Base:
 
 @dataclass
 class Attribution:
-    """Attributes the drift of the currently cast model to its modules. `report` measures all of them. `measure` measures a single
-    one, for a `report` that runs in another process.
+    """Finds how much of the drift of the currently cast model each of its modules causes. `report` measures all of them. `measure`
+    measures a single one, for a `report` that runs in another process.
     """
 
     model: LiveModel
@@ -100,7 +100,7 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about the model that its passes have shown."""
+    """What passes of the model have shown, such as side effects of its modules."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0

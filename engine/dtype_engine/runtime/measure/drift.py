@@ -71,7 +71,7 @@ class DriftMeter:
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about `model` that its passes have shown."""
+    """What passes of `model` have shown, such as side effects of its modules."""
     candidate: LiveModel | None = None
     """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)

@@ -133,7 +133,7 @@ class RunningTotals:
 
     @property
     def unit(self) -> str:
-        """The unit of the drift metric used for ranking; see `unit_for`."""
+        """The unit of the drift metric by which recipes are ranked, such as nats per token."""
         return unit_for(self._comparison.classes_dim, self.dimensions)
 
     @property

@@ -147,8 +147,8 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Return the numbers of lost values, except of all-zero channels, in a flat piece of a tensor before and after a cast, for a
-    dtype that PyTorch computes in. `after` may be on a GPU.
+    """Return how many values a cast to a dtype that PyTorch computes in loses in one flat piece of a tensor, whose values are
+    `before` and `after` the cast. `after` may be on a GPU. Channels that become all zero are not counted.
     """
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0

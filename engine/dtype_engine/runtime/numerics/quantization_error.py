@@ -40,7 +40,9 @@ from dtype_engine.runtime.numerics.quantize import (
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
-    """Return the error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
+    """Return the error of casting `tensor`, which has this name, to `dtype` and back: the SQNR, and how many values overflow,
+    saturate or underflow. Raises Cancelled.
+    """
     found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
     def add(first: int, x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor) -> None:

@@ -124,7 +124,9 @@ def quantize_in_blocks(
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """Return amax / top, within the limits that this module's docstring states, or 1 if amax is 0."""
+    """Return the scales amax / top, or 1 where amax is 0. A scale is at least float32's smallest normal value, and so small that
+    top times the scale is finite.
+    """
     return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
 
 

@@ -47,7 +47,8 @@ _OPAQUE = object()
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
-    """Create the record of a finished call. span: how many calls had finished when it began, and when it ended.
+    """Return the record of a finished call. observed: what the observer returned for it. span: how many calls had finished when it
+    began, and when it ended.
 
     The record has no reusable output if the output contains objects other than tensors and plain values (such as a key-value
     cache), or a tensor of one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later

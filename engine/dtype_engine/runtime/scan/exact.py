@@ -134,7 +134,7 @@ class ExactScan:
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure one weight in one dtype. Raises NoForward, KernelError, Cancelled."""
+        """Measure one weight in one dtype, and return the result. Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         self.model.apply(self._base | dict([key]), cancelled=cancelled)

@@ -45,7 +45,9 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Hash the names, the shapes and a sample of the values of all weights, and hash all inputs."""
+        """Return the fingerprint of a scan. It hashes the names, the shapes and a sample of the values of all weights, and all
+        inputs.
+        """
         weights, calls = hashlib.sha256(), hashlib.sha256()
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())

@@ -181,8 +181,8 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Scan the remaining sequences of this shard. `on_progress("scan", done, total)` counts operations, and
-        `on_estimate(report)` gets the report after every sequence.
+        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` counts operations,
+        and `on_estimate(report)` gets the report after every sequence.
 
         Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
         """
@@ -205,7 +205,9 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Scan one sequence, in any order. `on_measured(done, total)` counts operations. Raises the same errors as `run`."""
+        """Scan the sequence with this index, in any order, and return its results. `on_measured(done, total)` counts operations.
+        Raises the same errors as `run`.
+        """
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
             started = time.perf_counter()

@@ -74,7 +74,9 @@ class SequenceScan:
     _measured: int = 0
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence with the number `index` out of `sequences` sequences. Raises NoForward, KernelError, Cancelled."""
+        """Scan the sequence with the number `index` out of `sequences` sequences, and return its sums. Raises NoForward,
+        KernelError, Cancelled.
+        """
         output, mode = self._forward(batch)
         self._operations = mode.operations
         name, main = main_output(output)
