@@ -149,7 +149,8 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
     """Map each name of a tied weight that the file omits to the name of the tensor that holds the weight's values.
 
-    safetensors' `save_model` writes a tied weight once. The metadata maps each name that was left out to the name that was kept.
+    safetensors' `save_model` writes a tied weight once. `metadata`, that of the safetensors header, maps each name that was left
+    out to the name that was kept.
     """
     return {
         name: kept

@@ -251,7 +251,7 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the mapping with the most tensors in the loaded object.
+    """Find the mapping with the most tensors in a loaded object and the mappings inside it.
 
     Returns the mapping and its path, such as `model.state_dict`, or "" for the object itself. The search ends at the first mapping
     whose key is a usual name for weights.

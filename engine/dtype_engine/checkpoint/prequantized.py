@@ -60,7 +60,7 @@ def read_quantized(
 ) -> dict[str, QuantizedWeight]:
     """Return the weights that this program's export stored with scales, under the names that the model gives them.
 
-    Raises UserError if the file's metadata does not match its tensors.
+    Raises UserError if the file's metadata does not match its tensors. tensors, metadata: those of the file's header.
     """
     weights: dict[str, QuantizedWeight] = {}
     for key, dtype in metadata.items():
@@ -79,8 +79,8 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size.
-    packed_shape: the weight's shape in the file's metadata, which packed codes need.
+    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors:
+    those of the file, by name. packed_shape: the weight's shape in the file's metadata, which packed codes need.
     """
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
