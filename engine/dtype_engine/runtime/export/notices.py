@@ -51,7 +51,9 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that the further names of tied weights are only in the files' metadata, not written as tensors."""
+    """Return a notice that the further names of tied weights are only in the files' metadata, not written as tensors. tied: maps
+    each of them to the name that is written.
+    """
     if not tied:
         return ()
     name, first = next(iter(tied.items()))

@@ -79,7 +79,7 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple
     """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
-    name within a dtype.
+    name within a dtype. metadata: texts by key, for the header.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -107,8 +107,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    lost: a list to which the weights whose casts lose values are added, in any order (see `ValueLoss`). If None, losses are not
-    counted. Raises Cancelled, UserError and OSError.
+    metadata: texts by key, for the header. lost: a list to which the weights whose casts lose values are added, in any order (see
+    `ValueLoss`). If None, losses are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())

@@ -127,7 +127,8 @@ def scale_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors that a file stores for a weight in addition to its codes, in the order of `core.block_formats.parts`.
 
-    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none.
+    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none. shape,
+    dtype: the weight's shape and block format.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

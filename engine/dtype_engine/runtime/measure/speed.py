@@ -127,7 +127,9 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many bytes of memory are missing for casting the model to these dtypes. Memory of current casts counts as free."""
+    """Return how many bytes of memory are missing for casting the model to the dtypes `casts`, by weight name. Memory of current
+    casts counts as free.
+    """
     needed = sum(
         tensor_bytes(weight.info, casts[name])
         for name, weight in model.weights.items()
@@ -141,7 +143,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """Return the short names of the weights' dtypes, those with the most bytes first."""
+    """Return the short names of the weights' dtypes under `casts` (by weight name), those with the most bytes first."""
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

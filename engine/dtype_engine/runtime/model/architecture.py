@@ -188,7 +188,9 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers."""
+    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers. named:
+    the names in its `architectures`.
+    """
     from transformers.models.auto import modeling_auto
 
     with_head = next(

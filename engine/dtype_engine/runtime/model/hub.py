@@ -68,7 +68,7 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of each attention or expert kernel in a `config.json`, including nested configurations, that is not part
-    of transformers.
+    of transformers. written: the content of the file.
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))

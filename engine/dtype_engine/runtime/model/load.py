@@ -327,8 +327,8 @@ def _restore_quantized(
     """Put into the module the weights that an export stored with scales and transformers can't load: weights with packed codes, and
     weights that consist of several stored tensors.
 
-    Returns the dtype and scales of all weights that are stored with scales, by their names in the module, and the names of the
-    weights that were put into the module.
+    placements: the tensor of the module into which each tensor of the files is loaded. Returns the dtype and scales of all weights
+    that are stored with scales, by their names in the module, and the names of the weights that were put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}

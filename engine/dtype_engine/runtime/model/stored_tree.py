@@ -94,8 +94,8 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files (`headers`) that the module, whose tensors are `infos`, does not use. They
-    are never cast, for a reason that names the model (`title`).
+    """Return descriptions of the tensors of the files (`headers`) that the module, whose tensors are `infos`, does not use, since
+    `placements` lacks them. They are never cast, for a reason that names the model (`title`).
     """
     taken = {name for info in infos for name in info.names}
     return [

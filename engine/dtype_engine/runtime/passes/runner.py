@@ -96,8 +96,8 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model with its stored weights in float32 (weights stored in float64 stay in it), without a second copy of all
-        weights.
+        """Run the model by `call` with its stored weights in float32 (weights stored in float64 stay in it), without a second copy
+        of all weights.
         """
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
@@ -109,7 +109,9 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model as it is currently cast. Module outputs of `options.earlier` that can't have changed are reused."""
+        """Run the model by `call` as it is currently cast. Module outputs of `options.earlier` that can't have changed are
+        reused.
+        """
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
@@ -134,7 +136,7 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Run the reference, but with cast weights in the modules for which `inside(name)` is True; see `PartialCastMode`.
+        """Run the reference by `call`, but with cast weights in the modules for which `inside(name)` is True.
 
         drifting: the `id`s of the weights whose casts change results. For each module that uses one of them, the method also
         returns how many module calls had finished before this first happened.

@@ -167,7 +167,9 @@ class _State:
 
 
 def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values that differ between two dicts: the current and the saved value of each key whose values differ."""
+    """Yield the values that differ between the dict `holder` and its saved copy `had`: the current and the saved value of each key
+    whose values differ.
+    """
     for name in holder.keys() | had.keys():
         if holder.get(name) is not had.get(name):
             yield from (holder.get(name), had.get(name))

@@ -62,7 +62,9 @@ def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence that names the shards without a file, and the files of shards that did not finish."""
+    """Return a sentence that names the shards without a file, and the files of shards that did not finish. files: what each file
+    holds.
+    """
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:

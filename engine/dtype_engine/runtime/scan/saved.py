@@ -239,7 +239,9 @@ def _rows(*columns: Mapping[Key, float]) -> list[Any]:
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """Return the values in column `number` (from 0), keyed by weight and dtype. Values that are None are omitted."""
+    """Return the values in column `number` (from 0), keyed by weight and dtype. Values that are None are omitted. rows: (weight,
+    dtype, values ...).
+    """
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 

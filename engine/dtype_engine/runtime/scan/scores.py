@@ -25,7 +25,7 @@ Scores = dict[Key, tuple[float, float | None]]
 
 @dataclass
 class SequenceScores:
-    """The results of one sequence, keyed by weight and dtype."""
+    """The results of scanning one sequence. The keys of the mappings are (weight, dtype)."""
 
     normalizer: float
     """The divisor of the sums: the number of positions, or the energy of the output."""
@@ -97,7 +97,7 @@ def _shrink_to_mean(
     scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
     """Shrink each ratio of `sums` to `independent` (see `SequenceScores`) towards its weight's mean ratio, and correct `scores` in
-    place.
+    place. wanted: the dtypes of each weight. num_probes: backward passes per sequence.
 
     All variances are relative. A sum of many products of gradients and errors is nearly Gaussian, so the variance of its mean
     square is 2 / samples.

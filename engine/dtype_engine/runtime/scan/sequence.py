@@ -245,7 +245,9 @@ class _Gradients:
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack pairs (number of the backward pass, gradient). Numbers from `count` on belong to sampled `topk` calls."""
+        """Stack `gradients`, pairs (number of the backward pass, gradient). Numbers from `count` on belong to sampled `topk`
+        calls.
+        """
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         drawn = torch.zeros_like(gradients[0][1])
