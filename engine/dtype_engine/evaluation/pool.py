@@ -147,7 +147,9 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until at least one future is done. Yields all futures that are done, those with a result first."""
+    """Wait until at least one future is done. Yields all futures that are done, those with a result first. futures: each with the
+    index of its evaluation.
+    """
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -179,8 +181,8 @@ def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str,
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends.
-    started: how many processes the pool has started before.
+    """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends. gpus:
+    the names of all GPUs that the pool uses. started: how many processes the pool has started before.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

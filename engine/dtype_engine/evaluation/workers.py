@@ -68,7 +68,7 @@ class Workers:
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
         """Return how many of the requested workers the work, the GPUs and the free memory allow, and tell the user why if they are
-        fewer. private: bytes that each process needs.
+        fewer. private: bytes that each process needs. gpus: the names of the GPUs, or () on the CPU.
         """
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:

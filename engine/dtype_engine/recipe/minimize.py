@@ -170,7 +170,7 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """Write a set of numbers in the pattern language: `3`, `{0..4}`, `{0,{3..5}}`."""
+    """Return a set of numbers as a pattern: `3`, `{0..4}`, `{0,{3..5}}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

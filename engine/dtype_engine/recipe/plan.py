@@ -205,7 +205,9 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
-    """Return the bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once."""
+    """Return the bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once.
+    planned: dtypes by tensor name.
+    """
     changed = 0
     for name, dtype in planned.items():
         tensor = tree.tensors[name]

@@ -38,7 +38,7 @@ _OF_OUTPUT = (
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
     """Return the metrics for the entry `measured` of a recipe file: bytes, versions and, if there is a report, the drift of the
-    main output.
+    main output. versions: those of the libraries, by name.
     """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:

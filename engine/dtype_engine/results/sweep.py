@@ -36,7 +36,9 @@ class SweepReport:
 
 
 def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
-    """Return rows for tuples (recipe, rules, planned bytes, drift, output), sorted by bytes, with the best recipes marked."""
+    """Return rows for tuples (path of a recipe file, its rules, planned bytes, drift, output), sorted by bytes, with the best
+    recipes marked.
+    """
     return tuple(
         SweepRow(
             name, rules, planned, drift,

@@ -264,7 +264,9 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model according to the scores of a scan. Raises UserError like `make_items`."""
+    """Return the Pareto front of a model according to the scores of a scan: the drift for each (weight, dtype). Raises UserError
+    for a pattern that matches nothing, or a dtype that was not scanned.
+    """
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
     return ParetoFront(items, tree.stored_bytes - changing)

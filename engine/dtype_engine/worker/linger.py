@@ -90,6 +90,7 @@ def _reach(
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
     """Connect to a session's engine, and start it if it is not running. Returns the connection, and the engine's process if this
     call started the engine. started_in: its working directory. linger_s: how long it waits for a connection, in seconds.
+    compressed: whether it compresses its events.
     """
     name = f"{session}.socket"
     with _folder_locked():
@@ -127,7 +128,7 @@ def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
     """Start an engine that survives a hang-up, with a listening socket and a locked log file. started_in: its working directory.
-    linger_s: how long it waits for a connection, in seconds.
+    linger_s: how long it waits for a connection, in seconds. compressed: whether it compresses its events.
     """
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:

@@ -244,7 +244,7 @@ def _refusal(
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
     """Return the compute dtype (such as bfloat16) of most elements under the plan. If no tensor is planned in a compute dtype,
-    return that of most elements as stored.
+    return that of most elements as stored. planned: dtypes by tensor name.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
