@@ -55,7 +55,9 @@ class Axes:
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return logarithmic axes that contain every point. A y that is less than a millionth of the largest y counts as zero."""
+    """Return logarithmic axes that contain every point. A y that is less than a millionth of the largest y counts as zero. points:
+    (x, y).
+    """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -69,7 +71,7 @@ def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
 
 
 def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return linear axes that contain every finite point."""
+    """Return linear axes that contain every finite point. points: (x, y)."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     low, high = min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0)
     if high - low < 1e-6 * max(1.0, abs(high)):

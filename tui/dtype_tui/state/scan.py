@@ -165,7 +165,8 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """Return (score as text, bar, heat) of a node for the dtype shown. The heat is a number from 0 to 1; see `heat`.
+        """Return (score as text, bar, heat) of a node for the dtype shown. The heat is a number from 0 to 1; 1 for the score of the
+        whole model.
 
         Without a score, both texts are "" and the heat is 0.
         """

@@ -102,7 +102,7 @@ class DriftPane(Pane):
         return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
     def _partial(self, partial: PartialDrift, running: bool) -> Table:
-        """Return the drift of a measurement that is still running or was stopped."""
+        """Return the drift of a measurement that is still running or was stopped. running: which of the two."""
         grid = PlainTable.labelled(gap=1)
         words = extent_text(partial.extent)
         grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
