@@ -1,4 +1,4 @@
-"""Writing an export from start to end."""
+"""Writes an export: decides the files of each folder, writes them, and puts the finished folder in its place."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ _LAYERS = {
     "pack-quantized": LoaderFacts(Outcome.SAME, _ANY, Outcome.BFLOAT16, ("bfloat16",)),
     "fp8": _ALWAYS_SAME,
 }
-"""The facts about linear layers, keyed by the layout of their weights."""
+"""What transformers loads for linear layers, keyed by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
 """The facts about experts in formats with a scale for each block. transformers dequantizes such experts when it packs them into one

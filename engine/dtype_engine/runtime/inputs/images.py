@@ -34,7 +34,7 @@ _PATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture, ready for the model."""
+    """One picture as arguments of the forward pass, after the preprocessing for the model."""
 
     kwargs: dict[str, Any]
     """The arguments of the forward pass: `pixel_values`, and further arguments that describe the same picture."""

@@ -12,7 +12,7 @@ from dtype_engine.runtime.measure.modules.compared_sequences import compared_seq
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One sequence of a measurement."""
+    """One sequence of a measurement, which the reference and the candidate run."""
 
     number: int
     """The index of the sequence among the inputs."""

@@ -64,7 +64,7 @@ class MeasurementProgress(ModuleObserver):
         return observed
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Pass a router's choice on to the observer."""
+        """Pass the experts that a router chose on to this pass's observer."""
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:

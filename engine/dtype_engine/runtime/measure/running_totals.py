@@ -20,7 +20,7 @@ from dtype_engine.runtime.passes.one_pass import PassResult
 
 @dataclass(slots=True)
 class ReferenceRecord:
-    """The reference's results for one sequence."""
+    """The reference's outputs for one sequence, with which the candidate's are compared."""
 
     output_name: str
     output: torch.Tensor
@@ -130,7 +130,7 @@ class RunningTotals:
 
     @property
     def output(self) -> OutputDrift:
-        """The metrics of the main output."""
+        """The drift metrics of the main output over the sequences added until now."""
         return self._comparison.result()
 
     @property
@@ -167,7 +167,7 @@ class RunningTotals:
 
     @property
     def seconds(self) -> Seconds:
-        """Durations of all passes in seconds."""
+        """The total wall times of the reference's and the candidate's passes in seconds."""
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:

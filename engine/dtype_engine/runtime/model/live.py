@@ -123,7 +123,7 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 @dataclass
 class LiveModel:
-    """A module with its tree and its weights."""
+    """An `nn.Module` in memory with its tree, and its weights, which are cast in place."""
 
     module: nn.Module
     title: str

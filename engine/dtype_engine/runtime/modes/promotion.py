@@ -188,7 +188,7 @@ class _BeforeCall:
         self._generators = [(generator, generator.get_state()) for generator in (*own, *given)]
 
     def restore(self) -> None:
-        """Restore the saved tensor and generators."""
+        """Restore the tensor and the random number generators as they were before the call."""
         for generator, state in self._generators:
             generator.set_state(state)
         if self._destination is None or self._values is None or torch.equal(self._destination, self._values):

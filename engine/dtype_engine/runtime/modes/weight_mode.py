@@ -43,7 +43,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """How the mode handles a torch function."""
+    """The ways in which the mode handles torch functions."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"

@@ -107,7 +107,7 @@ def left_as_found(
 
 
 class _State:
-    """The saved state of modules."""
+    """The saved state of modules: their tensors, attributes and containers."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

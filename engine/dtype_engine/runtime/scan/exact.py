@@ -39,7 +39,7 @@ def reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWeight:
-    """The measurement of one weight in one dtype."""
+    """The drift that was measured with one weight cast to one dtype."""
 
     key: Key
     score: float

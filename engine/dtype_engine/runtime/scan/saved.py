@@ -76,7 +76,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan file."""
+    """The content of a saved scan file: the results, and what they are valid for."""
 
     fingerprint: Fingerprint
     draws: int

@@ -71,7 +71,7 @@ def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ScannedSequence:
-    """The results of one sequence of a scan."""
+    """The results of scanning one sequence, and the time that it took."""
 
     index: int
     scores: SequenceScores
@@ -100,7 +100,7 @@ class Scan:
     save: Path | None = None
     """A file that is read at the start and written after every sequence."""
     done: dict[int, SequenceScores] = field(default_factory=dict)
-    """The results, keyed by sequence index."""
+    """The results of the finished sequences, keyed by sequence index."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0

@@ -34,7 +34,7 @@ class SequenceScores:
     independent: dict[Key, float] = field(default_factory=dict)
     """Σ g²Δ², with g and Δ of `sums`. It equals `sums` if the Δ are independent, and varies far less between probes."""
     errors: dict[Key, float] = field(default_factory=dict)
-    """The standard errors of `sums`."""
+    """The standard errors of `sums` over the probes."""
     complete: bool = False
     """Whether the probes span the output space, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)

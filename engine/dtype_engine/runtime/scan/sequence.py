@@ -44,7 +44,7 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """The scan of a single sequence."""
+    """Runs the scan of a single sequence: its forward pass, its backward passes, and the sums for all weights."""
 
     model: LiveModel
     wanted: Mapping[str, tuple[str, ...]]
@@ -273,7 +273,9 @@ class _Reference:
             self.p = self.log_p.exp()
 
     def drift(self, other: torch.Tensor) -> float:
-        """Return the KL divergence, or the squared difference, summed over all positions, or infinity if the sum is not finite."""
+        """Return the KL divergence, or the squared difference, of the output `other` from the reference, summed over all positions,
+        or infinity if the sum is not finite.
+        """
         if not self.distribution:
             total = float((other.double() - self.values).square().sum())
         else:

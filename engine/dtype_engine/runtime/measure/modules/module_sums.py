@@ -31,7 +31,7 @@ class ModuleSums:
     """
 
     def add(self, other: ModuleSums) -> None:
-        """Add the sums from other calls of the same module."""
+        """Add `other`, the sums from other calls of the same module, to these sums."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted
