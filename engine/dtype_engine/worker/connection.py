@@ -45,7 +45,7 @@ class NoAnswer(UserError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The command that starts an engine."""
+    """The command that starts an engine, or reconnects to one, and what is known about that engine."""
 
     arguments: Sequence[str] = COMMAND
     """The command's arguments. With SESSION in them, the engine outlives its connection, and the same command reconnects to it."""
@@ -127,7 +127,7 @@ class Connection:
 
     @property
     def process_id(self) -> int:
-        """The ID of the process."""
+        """The ID of the started process, which may be an ssh client."""
         return self._process.pid
 
     def handshake(self) -> control.Hello:

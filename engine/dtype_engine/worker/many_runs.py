@@ -40,7 +40,7 @@ class ManyRuns:
         self._measured: set[int] = set()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes, or disconnect from the cluster."""
         if self._workers is not None:
             self._workers.close()
 

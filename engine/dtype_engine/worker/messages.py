@@ -87,12 +87,12 @@ _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, d
 
 
 def encode_request(request: Message) -> bytes:
-    """Encode one message from the app."""
+    """Return one message from the app as MessagePack."""
     return _ENCODER.encode(request)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a message that `encode_request` encoded. Raises WireError."""
+    """Return the message that `encode_request` encoded. Raises WireError."""
     try:
         return _REQUESTS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -50,7 +50,7 @@ class SaveContext:
 
     @property
     def title(self) -> str:
-        """The title of the model."""
+        """The name of the model in the files that are written."""
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
