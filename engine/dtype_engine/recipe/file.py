@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """The content of a recipe file."""
+    """The content of a recipe file: rules, and optionally the model, the run settings and the metrics of an earlier run."""
 
     recipe: Recipe
     model: str | None = None

@@ -32,17 +32,17 @@ class Finding:
     """One limitation of a runtime that affects an export of the plan, and the tensors that it affects."""
 
     effect: Effect
-    """How the runtime treats the tensors that break the rule."""
+    """How the runtime treats the affected tensors."""
     why: str
     source: str
     """The file and the function in the runtime's source code that implement the rule."""
     tensors: tuple[str, ...]
-    """Canonical names of the tensors that break the rule."""
+    """Canonical names of the affected tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLint:
-    """All rules of one runtime that a plan breaks."""
+    """The limitations of one runtime that affect an export of the plan."""
 
     runtime: str
     quantised: int

@@ -195,5 +195,5 @@ def cause_label(contribution: Contribution) -> str:
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return one line for each limit."""
+    """Return one line for each limit that the user set, saying whether the drift meets it."""
     return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in verdicts]

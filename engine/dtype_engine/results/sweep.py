@@ -11,7 +11,7 @@ from dtype_engine.results.drift import OutputDrift
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """The result of one recipe."""
+    """The result of one recipe: its size, its drift, and whether another recipe beats it."""
 
     recipe: str
     """The path of the recipe file."""

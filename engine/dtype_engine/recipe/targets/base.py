@@ -63,7 +63,7 @@ class Unsupported:
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
     tensors: tuple[str, ...]
-    """Canonical names of the tensors."""
+    """Canonical names of the tensors that differ from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
