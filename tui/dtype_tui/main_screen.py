@@ -109,7 +109,7 @@ class MainScreen(Screen[None]):
         await self._prompts
 
     def lay_out(self, size: Size) -> None:
-        """Lay out the screen for a terminal of this size."""
+        """Place the tree and the panes as fits a terminal of this size."""
         if not self.query("#too-small"):
             return  # not composed yet; on_mount calls this again
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")

@@ -25,7 +25,7 @@ WITH_PATHS = (*PATHS, "line")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the `:` line."""
+    """A command that the user can type in the `:` line, such as `cast` or `go`."""
 
     name: str
     action: str

@@ -23,7 +23,7 @@ class MeasuredRecipe:
     recipe: Recipe
     settings: RunSettings
     inputs: str
-    """A description of the inputs."""
+    """A description of the inputs on which the recipe was measured."""
     planned_bytes: int
     output: OutputDrift
     extent: Extent
