@@ -167,9 +167,9 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Map the name of each tensor that belongs to a weight quantised by another program to the reason why it is never cast.
-    tensors: those of a file, by name. config: the content of config.json, whose description of the method is then part of the
-    reason.
+    """Return a mapping from the name of each tensor that belongs to a weight quantised by another program to the reason why it is
+    never cast. tensors: those of a file, by name. config: the content of config.json, whose description of the method is then part
+    of the reason.
     """
     described = declared_scheme(config)
     found: dict[str, str] = {}

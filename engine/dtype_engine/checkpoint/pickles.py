@@ -78,7 +78,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """Describe one tensor as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
+    """Return the tensor `name` described as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -144,7 +144,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """Load the object in a file. trust: let the file run any code. Raises UserError."""
+    """Return the object in a file. trust: let the file run any code. Raises UserError."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")

@@ -126,7 +126,9 @@ def input_scale_name(name: str) -> str:
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """Describe the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format `dtype`."""
+    """Return descriptions of the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format
+    `dtype`.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

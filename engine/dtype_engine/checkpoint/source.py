@@ -191,7 +191,9 @@ def _python(module_or_file: str, attribute: str) -> Source:
 
 
 def _downloaded(model: str) -> Path:
-    """Download a model into the cache, with huggingface_hub's own progress bars on standard error. Raises UserError."""
+    """Download a model into the cache, and return its folder. huggingface_hub shows its own progress bars on standard error. Raises
+    UserError.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
