@@ -94,7 +94,7 @@ class BlockWork:
         return out[:rows, : self.width]
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """View a matrix [rows, width] as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
+        """Return a view of a matrix [rows, width] as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
         return values.view(-1, self.blocks.rows, values.shape[1] // self.blocks.columns, self.blocks.columns)
 
     def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:

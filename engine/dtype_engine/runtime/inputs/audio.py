@@ -110,7 +110,9 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
 
 
 def open_sound(path: Path, rate: int) -> Wave:
-    """Read an audio file, mix it to mono and resample it to `rate` hertz. Raises UserError for a file that can't be read."""
+    """Return the sound in an audio file, mixed to mono and resampled to `rate` hertz. Raises UserError for a file that can't be
+    read.
+    """
     import numpy as np
     import soundfile
 
@@ -127,8 +129,8 @@ def open_sound(path: Path, rate: int) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """Resample a wave from `own_rate` to `rate` hertz as librosa and transformers do: with a low-pass filter against aliasing, to
-    ceil(samples * rate / own_rate) samples.
+    """Return a wave resampled from `own_rate` to `rate` hertz as librosa and transformers do: with a low-pass filter against
+    aliasing, to ceil(samples * rate / own_rate) samples.
     """
     if own_rate == rate:
         return wave

@@ -142,7 +142,7 @@ def synthetic_image(width: int, height: int) -> Image:
 
 
 def open_picture(path: Path) -> Image:
-    """Read an image file in colour. Raises UserError for a file that can't be read."""
+    """Return the image in a file, in colour. Raises UserError for a file that can't be read."""
     from PIL import Image, ImageOps
 
     try:

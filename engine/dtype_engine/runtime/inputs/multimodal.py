@@ -94,7 +94,9 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """Pair pictures with texts. The shorter of the two lists is repeated, so that every picture and every text is in a pair."""
+    """Return pairs of a picture and a text. The shorter of the two lists is repeated, so that every picture and every text is in a
+    pair.
+    """
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 

@@ -56,7 +56,7 @@ def processor_of(model: LiveModel) -> Any:
 
 
 def no_tokenizer(model: LiveModel) -> str:
-    """Explain why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
+    """Return why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
     from transformers import AutoTokenizer
 
     try:
@@ -118,7 +118,7 @@ def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
-    """Draw token ids uniformly from the vocabulary: int64 [rows, length], the same in every run."""
+    """Return token ids drawn uniformly from the vocabulary: int64 [rows, length], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
 

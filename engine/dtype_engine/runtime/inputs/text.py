@@ -216,7 +216,7 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Add the correct next tokens to inputs that the user provided as tensors for a causal language model.
+    """Return inputs that the user provided as tensors, with the correct next tokens if the model is a causal language model.
 
     They are taken from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """

@@ -144,7 +144,9 @@ class Attribution:
         )
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Measure one module or subtree. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
+        """Measure one module or subtree, and return its drift. The first call also runs the reference. Raises NoForward,
+        KernelError, Cancelled.
+        """
         with self._runner(cancelled) as runner:
             if not self._bases:
                 self._run_reference(runner)

@@ -225,7 +225,9 @@ class DriftMeter:
         return ModuleComparer(reference.modules, report, kept, routing)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
-        """Run the candidate on one sequence. Module outputs that can't have changed since the last measurement are reused."""
+        """Return the result of running the candidate on one sequence. Module outputs that can't have changed since the last
+        measurement are reused.
+        """
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),

@@ -43,8 +43,8 @@ def measure_noise_floor(
     cancelled: IsCancelled = never,
     classes_dim: ClassesDim = "auto",
 ) -> NoiseFloor:
-    """Run the reference, then two variants of it, and compare: with another attention implementation, and with each input twice in
-    one batch. Variants that the model does not support are skipped.
+    """Return the noise floor: the differences between the reference and two variants of it, one with another attention
+    implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
     behavior: what earlier passes have shown about the model. `on_progress(done, total)` counts runs on one input; `total` is an
     estimate. Raises NoForward if the reference fails.
@@ -75,7 +75,9 @@ def measure_noise_floor(
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
-    """Estimate how many batches are needed for `ENOUGH_POSITIONS`, if the first `done` batches had `positions` positions."""
+    """Return an estimate of how many batches are needed for `ENOUGH_POSITIONS`, if the first `done` batches had `positions`
+    positions.
+    """
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 

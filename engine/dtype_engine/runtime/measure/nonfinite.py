@@ -147,7 +147,7 @@ def diagnose_nonfinite(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
-    """Find the operation that causes non-finite values, and a remedy, for a model measured under `recipe`.
+    """Return the operation that causes non-finite values, and a remedy, for a model measured under `recipe`.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
     not, the remedy makes every module finite. The model stays cast as in the last trial, so the caller has to apply its recipe

@@ -28,9 +28,9 @@ planned, the passes that are saved count as done.
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """Time forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After one warm-up pass
-    there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and the slowest. A
-    notice names each variant that does not fit into memory.
+    """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After
+    one warm-up pass there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and
+    the slowest. A notice names each variant that does not fit into memory.
 
     For the float32 variant, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
     used. Afterwards, the model is cast according to `plan`. `runner` must not watch modules. Raises NoForward, KernelError,

@@ -35,7 +35,9 @@ class Placement:
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """Map each stored tensor to the tensor of `module` into which it is loaded. Tensors that the module lacks are omitted."""
+    """Return a mapping from the name of each stored tensor (`names`) to the tensor of `module` into which it is loaded. Tensors
+    that the module lacks are omitted.
+    """
     live = module.state_dict()
     placements: dict[str, Placement] = {}
     rest: list[str] = []

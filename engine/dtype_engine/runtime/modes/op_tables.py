@@ -47,7 +47,9 @@ class CallSite(Protocol):
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call a torch function. If torch has no kernel, raises KernelError with the operation and dtype; else raises as torch does."""
+    """Return the result of a call of a torch function. If torch has no kernel, raises KernelError with the operation and dtype;
+    else raises as torch does.
+    """
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:

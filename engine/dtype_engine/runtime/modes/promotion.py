@@ -65,7 +65,8 @@ class MixedCallSite(CallSite, Protocol):
 
 
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
-    """Call a torch function whose float arguments may have several dtypes. If torch refuses them, they are first cast to one dtype.
+    """Return the result of a call of a torch function whose float arguments may have several dtypes. If torch refuses them, they
+    are first cast to one dtype.
 
     Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a difference in dtypes.
     """

@@ -156,7 +156,8 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where needed.
+        """Return the result of a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where
+        needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
         Queries of properties and metadata do not come here.

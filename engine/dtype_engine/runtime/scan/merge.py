@@ -16,7 +16,7 @@ _NAMED = 12
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """Merge the results that several jobs have saved in `files` into one scan. Its scores are the same as if one process had run
+    """Return one scan with the results that several jobs have saved in `files`. Its scores are the same as if one process had run
     the whole scan.
 
     Raises UserError if a file is from another scan (its model, inputs, dtypes, settings, draws or method differ), if two files have

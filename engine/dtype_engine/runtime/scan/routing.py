@@ -71,8 +71,8 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Choose the `topk` calls to sample in a sequence. Sequences sample different calls, so that together they cover all calls if
-    there are enough of them.
+    """Return the `topk` calls to sample in the sequence number `sequence`. Sequences sample different calls, so that together they
+    cover all calls if there are enough of them.
     """
     count = len(calls)
     if not count:

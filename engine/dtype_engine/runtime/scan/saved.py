@@ -233,7 +233,7 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Combine mappings into rows of (weight, dtype, value in each mapping or None)."""
+    """Return mappings combined into rows of (weight, dtype, value in each mapping or None)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 

@@ -150,7 +150,9 @@ class SequenceScan:
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with an autograd graph. If recorded tensors are overwritten later, run it again with copies of them."""
+        """Run the reference with an autograd graph. Returns its output, and the recorder of its operations. If recorded tensors are
+        overwritten later, run it again with copies of them.
+        """
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
@@ -245,8 +247,8 @@ class _Gradients:
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack `gradients`, pairs (number of the backward pass, gradient). Numbers from `count` on belong to sampled `topk`
-        calls.
+        """Return `gradients`, pairs (number of the backward pass, gradient), as stacked tensors. Numbers from `count` on belong to
+        sampled `topk` calls.
         """
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.

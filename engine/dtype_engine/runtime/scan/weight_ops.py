@@ -144,7 +144,9 @@ class WeightOpRecorder(ReferenceMode):
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that writes to a weight, and record it so that it can be repeated on other values of the weight."""
+        """Run a call that writes to a weight, record it so that it can be repeated on other values of the weight, and return its
+        result.
+        """
         tensor = self.weights[key].tensor
         before = self._source(tensor)
 

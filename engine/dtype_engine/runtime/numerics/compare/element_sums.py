@@ -86,7 +86,8 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Call `sums_of` for each slice of `step` rows of an output, or elements of a flat output, and add up the results in order.
+    """Call `sums_of` for each slice of `step` rows of an output, or elements of a flat output, and return the sum of the results,
+    added up in order.
 
     `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
     because touching new memory takes longer than computing the sums.
