@@ -99,16 +99,17 @@ def divides(shape: Sequence[int], blocks: Blocks) -> bool:
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """Return how many elements of the packed dtype a row of `width` codes occupies. bits: the size of a code."""
+    """Return how many elements of the packed dtype a row of `width` codes occupies. bits: the size of a code in bits."""
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Describe the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's other tensors.
+    """Return descriptions of the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's
+    other tensors.
 
-    bits: the size of a code. codes: the dtype of the codes if they are not packed.
+    bits: the size of a code in bits. codes: the dtype of the codes if they are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

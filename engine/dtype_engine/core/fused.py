@@ -42,7 +42,8 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Map each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes by weight name.
+    """Return a mapping from each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes
+    by weight name.
 
     A tensor scale is shared by the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
     """

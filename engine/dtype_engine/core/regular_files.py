@@ -16,7 +16,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
+    """Return a regular file, opened for reading.
 
     Raises UserError for anything else (opening a named pipe would block, a device might never end), and OSError if opening fails.
     """

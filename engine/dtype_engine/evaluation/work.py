@@ -85,9 +85,9 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the unfinished sequences or measurements of a session's scan on a pool. With the same number of threads, the result
-    equals that of `task.run` to the last bit. `on_progress("scan", done, total)` counts sequences or measurements. Finished ones
-    stay in `task` after an error. Raises the errors of `task.run`.
+    """Run the unfinished sequences or measurements of a session's scan on a pool, and return the report. With the same number of
+    threads, the result equals that of `task.run` to the last bit. `on_progress("scan", done, total)` counts sequences or
+    measurements. Finished ones stay in `task` after an error. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
@@ -138,8 +138,8 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """Do the work of `Session.causes` on a pool. With the same number of threads, its report is the same to the last bit.
-    `on_progress(done, total)` counts modules or subtrees.
+    """Return the report of `Session.causes`, which attributes drift to modules, measured on a pool. With the same number of
+    threads, it is the same to the last bit. `on_progress(done, total)` counts modules or subtrees.
     """
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 

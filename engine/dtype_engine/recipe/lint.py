@@ -57,7 +57,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as this program and as `target` would, and compare the matches.
+    """Match every rule as this program and as `target` would, and return a comparison of the matches.
 
     Raises TooSlow if matching takes too long.
     """

@@ -71,7 +71,7 @@ class Pattern:
 
 @lru_cache(maxsize=512)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a pattern. Raises PatternError, with the position if it is known."""
+    """Return a compiled pattern. Raises PatternError, with the position if it is known."""
     text = text.strip()
     if text in ("", "re:", "type:"):
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)

@@ -62,9 +62,8 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression as `compile_regex` does, but without its limits on length and repeat counts.
-
-    The arguments are those of `compile_regex`. Use this only for expressions that are cheap to compile.
+    """Compile an expression to a function that returns whether a name matches, without limits on length and repeat counts. Use this
+    only for expressions that are cheap to compile. The arguments and errors are those of `compile_regex`.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 

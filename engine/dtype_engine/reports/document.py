@@ -47,7 +47,7 @@ def build_report(
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
 ) -> Report:
-    """Build the report of a plan.
+    """Return the report of a plan.
 
     title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe. no_drift:
     why there is no measurement. lost: if there is no measurement, the weights whose casts lose values, or None if they were not

@@ -139,8 +139,8 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Divide the weights into groups that must each have one dtype: those in one parent module that one of `patterns` matches.
-    Groups with a weight in common are merged.
+    """Return the weights divided into groups that must each have one dtype: those in one parent module that one of `patterns`
+    matches. Groups with a weight in common are merged.
     """
     leader = {name: name for name in weights}
 

@@ -33,7 +33,7 @@ def scalar_drift(output: OutputDrift) -> float:
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Predict the drift of a plan as the sum of its weights' scores in a scan. scores: the result of `report.scores()`.
+    """Return the predicted drift of a plan: the sum of its weights' scores in a scan. scores: the result of `report.scores()`.
 
     Raises UserError if a weight was not scanned in its planned dtype.
     """

@@ -131,7 +131,7 @@ class Connection:
         return self._process.pid
 
     def handshake(self) -> control.Hello:
-        """Wait for the engine's first message. Raises UserError if the process is not an engine of this version."""
+        """Wait for the engine's first message, and return it. Raises UserError if the process is not an engine of this version."""
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError

@@ -312,7 +312,9 @@ class EngineProcess(Engine):
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write the text from a remote engine to a file on this machine. Raises WireError if the app did not request a file."""
+        """Write the text from a remote engine to a file on this machine, and return the event that reports it. Raises WireError if
+        the app did not request a file.
+        """
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
@@ -338,7 +340,9 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Reconnect to a running engine, however long that takes. Raises UserError if it has ended."""
+        """Return a new connection to a running engine, however long it takes to reconnect. cut: the lost connection. Raises
+        UserError if it has ended.
+        """
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))

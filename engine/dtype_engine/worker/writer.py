@@ -54,7 +54,9 @@ class SaveContext:
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """Plan the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be incomplete."""
+        """Return the plan of the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be
+        incomplete.
+        """
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan

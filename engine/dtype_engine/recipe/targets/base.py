@@ -267,7 +267,9 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Map the names of modules of these classes to the canonical names of their castable weights. kinds: names of the classes."""
+    """Return a mapping from the names of modules of these classes to the canonical names of their castable weights. kinds: names of
+    the classes.
+    """
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")

@@ -54,7 +54,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Map the name of each module whose class diffusers casts as a whole to the names of its castable tensors."""
+    """Return a mapping from the name of each module whose class diffusers casts as a whole to the names of its castable tensors."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:

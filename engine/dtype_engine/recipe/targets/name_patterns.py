@@ -21,7 +21,7 @@ Product = tuple[Choice, ...]
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
-    """Return products that together match all names in `wanted` and no other name in `universe`."""
+    """Return patterns (`Product`) that together match all names in `wanted` and no other name in `universe`."""
     names = list(dict.fromkeys(wanted))
     covered: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
     longest = max(map(len, covered), default=0)
