@@ -193,7 +193,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let the engine on this machine open the model before the screen opens.
+    """Let the engine on this machine open the model before the screen opens. Returns the connection to the engine.
 
     Only the engine imports the model's architecture, and the architecture decides which tensors the rules match. Raises UserError
     if a rule matches nothing.
@@ -302,10 +302,10 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Map each option's name on the command line, without dashes, to click's name of the option's parameter."""
+    """Return a mapping from each option's name on the command line, without dashes, to click's name of the option's parameter."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 
 def click_options() -> dict[str, click.Option]:
-    """Map each option's name on the command line, without dashes, to the option."""
+    """Return a mapping from each option's name on the command line, without dashes, to the option."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

@@ -43,7 +43,7 @@ def config_path() -> Path:
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
-    """Read the user's configuration and check it against the names of the existing actions, themes and options.
+    """Return the user's configuration, checked against the names of the existing actions, themes and options.
 
     Raises UserError for an invalid entry. The error names the file, the entry and the nearest valid name.
     """

@@ -133,7 +133,9 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Complete dotted names up to the next dot: `model.la` gives `model.layers`, and `model.layers.` gives its children."""
+    """Return completions of a dotted name up to the next dot: `model.la` gives `model.layers`, and `model.layers.` gives its
+    children.
+    """
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:

@@ -151,7 +151,7 @@ def _is_target(text: str) -> bool:
 
 
 def preview_words(preview: Preview) -> str:
-    """Describe a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
+    """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
         if preview.uncastable_count:
             return f"casts nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"

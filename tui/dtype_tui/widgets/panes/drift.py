@@ -88,7 +88,7 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the rows about lost weight values before the text.
+        """Return the text with the rows about lost weight values before it.
 
         These values are known before the drift is, and even if the drift can't be measured.
         """
