@@ -87,7 +87,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """Return sentences about the components that the user should see."""
+    """Return sentences for the user about components whose weights are pickles, or of a variant such as fp16."""
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

@@ -140,7 +140,7 @@ def is_python(model: str | None) -> bool:
 
 
 def _path(model: str | None) -> Path:
-    """Convert a text to a path.
+    """Return the path that the text `model` names.
 
     Raises UserError if the text can't be a path: it is too long, or names an unknown user's home folder.
     """

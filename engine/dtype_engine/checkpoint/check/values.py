@@ -53,7 +53,8 @@ def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
 
 
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
-    """Count the NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read as values.
+    """Return the numbers of NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read
+    as values.
 
     exponents: whether each byte is a power of two's exponent (E8M0). The byte 255 then means NaN.
     """
