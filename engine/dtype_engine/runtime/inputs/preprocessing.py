@@ -78,7 +78,9 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Return `load(folder, ...)` for the model's folder, or None if it has none of `files`. Raises one of `_FAILURES`."""
+    """Return `load(folder, ...)` for the model's folder, or None if it has none of the files with these names. Raises one of
+    `_FAILURES`.
+    """
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None

@@ -68,7 +68,7 @@ class MeasurementProgress(ModuleObserver):
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Count a module call that was skipped as finished, and pass its result from an earlier pass on to the observer."""
+        """Count a skipped module call as finished, and pass its result from an earlier pass on to the observer."""
         self._observer.replay(module, observed)
         self._call_finished()
 

@@ -110,7 +110,9 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message."""
+    """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message that
+    begins with `folder`.
+    """
     try:
         with exits_as_errors():
             yield

@@ -149,8 +149,9 @@ one matrix that consists of all tensors, one below the other.
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each packed tensor in its weight, as `converted_names` describes it. found: for each tensor, the name
-    of the weight in the loaded model and the pattern of the tensor's converter.
+    """Return the position of each packed tensor in its weight: (index of the matrix or None, number of the tensor in its rows).
+    converters: those that transformers uses for the model. found: for each tensor, the name of the weight in the loaded model and
+    the pattern of the tensor's converter.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:

@@ -276,9 +276,10 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture on the meta device, without data, and find out into which of its tensors each tensor of the
-    files is loaded. Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have
-    the architecture that `options` name, and Misfit if the tensors of the files are not those of the architecture.
+    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and for each tensor of the files the
+    tensor of the module into which it is loaded; or None if the architecture is unknown or can't be built. Raises UserError if
+    transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are not those of the
+    architecture.
     """
     if checkpoint.config is None:
         return None

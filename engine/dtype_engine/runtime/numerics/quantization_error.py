@@ -150,7 +150,9 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """Return the sums over flat values `x`, cast values `cast` and errors `delta`, which are overwritten."""
+    """Return the sums over flat values `x`, cast values `cast` and errors `delta`, which are overwritten. dtype: that of the
+    cast.
+    """
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
     limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf

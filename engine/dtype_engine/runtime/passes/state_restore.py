@@ -186,7 +186,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Return whether a container holds the same objects. They are compared by identity, since == on tensors is elementwise."""
+    """Return whether a container holds the same objects as its saved copy `had`. They are compared by identity, since == on tensors
+    is elementwise.
+    """
     if isinstance(container, set):
         return bool(container == had)
     same = len(container) == len(had) and all(map(is_, container, had))

@@ -243,7 +243,7 @@ class _Gradients:
     squares: torch.Tensor
     """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
     apart: torch.Tensor
-    """For each row of `squares`, the column of `SequenceScan._independent` to which its products are added."""
+    """For each row of `squares`, the column of the sums Σ g²Δ² (`SequenceScan._independent`) to which its products are added."""
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
