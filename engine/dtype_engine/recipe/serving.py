@@ -56,7 +56,9 @@ class ServingLint:
 
 
 def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Check whether a runtime would load an export of a plan unchanged. activations: the setting `quantize_activations`."""
+    """Return the reasons why a runtime would refuse, change or slow down an export of a plan, as far as they can be predicted.
+    activations: the setting `quantize_activations`.
+    """
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
         if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable

@@ -169,7 +169,9 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other choice beats in both bytes and score, by bytes. Of equal choices, the wider is kept."""
+    """Return the choices that no other choice beats in both bytes and score, sorted by bytes. Of equal choices, the wider is
+    kept.
+    """
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:

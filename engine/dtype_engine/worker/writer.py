@@ -225,7 +225,9 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Return a callback that gets written bytes and calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
+    """Return a callback `(done, total)` that is called with numbers of bytes, and calls
+    `on_progress("exporting: 310.00 MiB/s", done, total)`.
+    """
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

@@ -173,7 +173,8 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Find the weights that a tool can quantise as planned, and the tensors to which it can't give their planned dtype.
+    """Return the weights that the tool named `tool` can quantise as planned, and the tensors to which it can't give their planned
+    dtype.
 
     The tool quantises the `weight` of modules of the classes `kinds` to the dtypes `formats`, and loads everything else in one
     dtype. by_transformers: whether transformers loads the model, which keeps modules in float32 if the model's code requires this.
