@@ -18,7 +18,7 @@ _NUMBER_WIDTH = 10
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """Shorten a module's name to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
+    """Return a module's name shortened to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
 
     Returns None if another name in `others` also ends like the shortened name.
     """

@@ -319,7 +319,7 @@ def _rules(recipe: Recipe) -> list[str]:
 
 
 def _recipe(rules: list[str]) -> Recipe:
-    """Parse rules. Raises UserError for a rule that can't be parsed."""
+    """Return the recipe with these rules, written as `PATTERN=DTYPE`. Raises UserError for a rule that can't be parsed."""
     return Recipe.of(map(Rule.parse, rules))
 
 
