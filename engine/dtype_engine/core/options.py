@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 ClassesDim = int | Literal["auto", "none"]
-"""A dimension of the main output, "auto" or "none"; see `RunSettings.classes_dim`."""
+"""A dimension of the main output (from 0, or from the end if negative), "auto" or "none": where the logits of a distribution
+lie.
+"""
 
 
 @dataclass(frozen=True, slots=True)

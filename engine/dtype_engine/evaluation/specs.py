@@ -119,7 +119,7 @@ class Evaluated:
     """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The versions of the libraries in that process, by name (see `reports.versions`)."""
+    """The versions of the libraries in that process, by name."""
 
 
 def other_versions(result: Evaluated) -> str:

@@ -40,7 +40,7 @@ _NAMELESS = "\0"
 class Pattern:
     """A compiled pattern, built by `compile_pattern`.
 
-    Every method that matches raises TooSlow if matching exceeds the time limit: see `regexes.time_limit`.
+    Every method that matches raises TooSlow if matching exceeds the time limit that `regexes.time_limit` has set.
     """
 
     text: str

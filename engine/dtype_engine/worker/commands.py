@@ -85,7 +85,7 @@ class Command(Message, frozen=True):
 
 
 class SetInputs(Command, frozen=True):
-    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), and measure. Work on the old inputs stops; if the
+    """Use the inputs that `line` names, which is a prompt or the paths of files, and measure. Work on the old inputs stops; if the
     new inputs are refused, it is run again.
     """
 

@@ -79,7 +79,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
     stored with scales or in a GGUF block format.
 
-    name: the weight's name without suffixes for codes and scales. Raises UserError, as `read_stored` does.
+    name: the weight's name without suffixes for codes and scales. Raises UserError if the file can't be read or the tensor has no
+    plain values.
     """
     weight = checkpoint.quantized.get(name)
     if weight is not None:

@@ -61,7 +61,7 @@ def recover(
 ) -> Any:
     """Handle a call that raised `error`. If there is a known way around the error, return the result obtained that way: the call
     without autocast (which does not support float64, or recurrent layers on the CPU), or a grouped product computed one product at
-    a time. Otherwise raise as `call_torch` does.
+    a time. Otherwise raise KernelError if a kernel is missing, or else `error`.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):

@@ -32,7 +32,9 @@ _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
 """Calls with several dtypes that torch accepts, each as a key of the function and the dtypes of its arguments (see `_form`)."""
 _refused: set[Any] = set()
-"""Calls with several dtypes that torch refuses but runs if all arguments have one dtype, with keys as in `_accepted`."""
+"""Calls with several dtypes that torch refuses but runs if all arguments have one dtype, each as a key of the function and the
+dtypes of its arguments.
+"""
 
 
 @dataclass(frozen=True, slots=True)

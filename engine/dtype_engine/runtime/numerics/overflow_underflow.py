@@ -67,7 +67,7 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return the loss after all pieces were counted, or None if the cast only rounds values (see `ValueLoss.is_listed`).
+        """Return the loss after all pieces were counted, or None if the cast only rounds values.
 
         Raises Cancelled.
         """
@@ -93,7 +93,7 @@ class LossCounter:
 def count_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
-    """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values (see `ValueLoss.is_listed`).
+    """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values. name: that of the tensor.
 
     cast: the result of the cast, or the codes for a dtype with scales; if None, this function does the cast. Raises Cancelled.
     """

@@ -206,7 +206,7 @@ def dequantize(
     """Dequantize `codes`. Returns the values in `dtype` and in the shape of the codes, computed a few rows at a time to save
     memory.
 
-    scale: float32 [channels] or [1], or [blocks down, blocks across] for `blocks`, as `cast_or_quantize` returns it.
+    scale: float32 [channels] or [1], or [blocks down, blocks across] for `blocks`.
     """
     if blocks is not None:
         return _dequantize_blocks(codes, scale, dtype, blocks)

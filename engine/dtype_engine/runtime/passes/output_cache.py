@@ -37,7 +37,9 @@ class ModuleCall:
 
     @property
     def usable(self) -> bool:
-        """Whether the output can be reused: its kind allows this (see `record_call`), and its tensors have not been written to."""
+        """Whether the output can be reused: it has only ordinary tensors and plain values, and nothing has written to the
+        tensors.
+        """
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 

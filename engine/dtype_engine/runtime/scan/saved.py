@@ -117,7 +117,9 @@ class _Sequence(msgspec.Struct):
     """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Four fields of `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
+    """Rows of (weight, dtype, sums, independent, errors, measured), with the four fields of `SequenceScores` that have these
+    names.
+    """
     selections: list[_TopKSample]
     index: int
 

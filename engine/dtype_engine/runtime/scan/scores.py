@@ -39,7 +39,7 @@ class SequenceScores:
     """Whether the probes span the output space, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """The same quantity as `sums`, measured by separate passes for a few weights: see `dtype_dependent_weights`."""
+    """The same quantity as `sums`, measured by separate passes for the few weights whose dtype the model's code reads."""
 
 
 def combine_scores(
