@@ -290,7 +290,9 @@ class Experiment:
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, or "" if it does; see `ScanState.why_stale`."""
+        """Why the scan does not apply to the current inputs and settings, such as `the inputs differ from those of the scan`, or ""
+        if it does.
+        """
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:
