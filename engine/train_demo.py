@@ -47,7 +47,7 @@ def read_library(root: Path) -> tuple[list[str], list[str]]:
 
 
 def train_tokenizer(texts: list[str]) -> Tokenizer:
-    """Train a byte-level BPE tokenizer on the texts."""
+    """Return a byte-level BPE tokenizer trained on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -64,7 +64,7 @@ def train_tokenizer(texts: list[str]) -> Tokenizer:
 
 
 def as_tokens(tokenizer: Tokenizer, texts: list[str]) -> torch.Tensor:
-    """Tokenize all texts into one int64 tensor [tokens], with an end-of-text token after each text."""
+    """Return all texts as token ids in one int64 tensor [tokens], with an end-of-text token after each text."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     ids: list[int] = []
     for encoding in tokenizer.encode_batch(texts):

@@ -66,7 +66,9 @@ def _described(command: click.Command) -> Iterator[str]:
 
 
 def _plain(text: str) -> str:
-    """Escape text for roff, so that it is neither a control line nor an escape sequence, and so that its hyphens can be copied."""
+    """Return text escaped for roff, so that it is neither a control line nor an escape sequence, and so that its hyphens can be
+    copied.
+    """
     escaped = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{escaped}" if escaped.startswith((".", "'")) else escaped
 

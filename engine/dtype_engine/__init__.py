@@ -107,7 +107,9 @@ def load_pretrained(
 
 
 def __getattr__(name: str) -> Any:
-    """Import `Session` on first use, because importing it imports torch."""
+    """Return `Session`, which is imported on first use, because importing it imports torch. Raises AttributeError for any other
+    name.
+    """
     if name == "Session":
         from dtype_engine.runtime.session.session import Session
 

@@ -138,7 +138,9 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action as Textual does, and report the action to the tour."""
+        """Run an action with the arguments of Textual's own method, and report the action to the tour. Returns whether it was
+        handled.
+        """
         if isinstance(action, str) and self.guide.closes_offer(action):
             return True
         handled = await super().run_action(action, default_namespace, namespaces)

@@ -72,7 +72,7 @@ class CommandWords:
         self._tree.app.theme = name
 
     def save_to(self, kind: str, typed: str) -> None:
-        """Write a file of one of the kinds that the save screen offers.
+        """Write a file of one of the kinds that the save screen offers, to the path `typed`.
 
         Raises UserError if the path exists: only the save screen replaces files, after asking.
         """

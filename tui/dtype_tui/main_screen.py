@@ -109,7 +109,7 @@ class MainScreen(Screen[None]):
         await self._prompts
 
     def lay_out(self, size: Size) -> None:
-        """Lay out the screen for a terminal of this size."""
+        """Place the tree and the panes as fits a terminal of this size."""
         if not self.query("#too-small"):
             return  # not composed yet; on_mount calls this again
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
@@ -148,7 +148,9 @@ class MainScreen(Screen[None]):
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
-        """Set a widget's text if the text has changed. Redrawing an unchanged line would waste bytes on a slow connection."""
+        """Set the text of the widget with the selector `id` if the text has changed. Redrawing an unchanged line would waste bytes
+        on a slow connection.
+        """
         line = self.query_one(id, Static)
         if line.content != words:
             line.update(words, layout=False)  # it is always one line high
@@ -331,7 +333,9 @@ class MainScreen(Screen[None]):
         self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
 
     def _copy(self, text: str, what: str) -> None:
-        """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine."""
+        """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine. what: a word
+        for it in the message to the user.
+        """
         if text:
             self.app.copy_to_clipboard(text)
             self.say(f"copied {what}: {text}", "information")

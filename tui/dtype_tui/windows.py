@@ -15,7 +15,7 @@ from dtype_tui.widgets.panes.side import SidePanes
 
 
 class Windows:
-    """Opens windows. push: shows a screen, as `App.push_screen` does."""
+    """Opens windows. push: shows a screen, and calls a given function with the screen's result when it closes."""
 
     def __init__(self, controller: Controller, tree: ModuleTree, push: Callable[..., object]) -> None:
         self._controller = controller

@@ -91,7 +91,9 @@ class Checkpoint:
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
     def tree(self) -> Tree:
-        """Build the module tree from the tensor names. Module classes are unknown, and ties are known only from `aliases`."""
+        """Return the module tree, built from the tensor names. Module classes are unknown, and ties are known only from
+        `aliases`.
+        """
         parts = quantized_parts(self.foreign, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():

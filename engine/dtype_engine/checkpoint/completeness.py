@@ -88,7 +88,8 @@ def what_is_missing(
 def compare_index(
     folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, CheckpointTensor], files: Collection[Path]
 ) -> IndexReport:
-    """Compare an index with the tensors in the files that it names.
+    """Return the differences between an index and the tensors in the files that it names. weight_map: the file name of each tensor,
+    as in the index. tensors: those that the files hold, by name. files: the paths of the files.
 
     A file in the folder that the index does not name counts as left out if two conditions hold: its name begins like the names of
     the index's files, and it holds tensors that these files lack.

@@ -49,7 +49,9 @@ class Component:
 
 
 def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the components in an index, without those that the pipeline lacks (`[null, null]` in the index)."""
+    """Return the names of the components in an index, without those that the pipeline lacks (`[null, null]` in the index). index:
+    the content of `model_index.json`.
+    """
     return tuple(
         name
         for name, named in index.items()
@@ -61,7 +63,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
     """Return the components with weights in the order of the index, and the tensors of all components that are not pickled, with
     names such as `unet.conv.weight`.
 
-    Raises UserError if a component's files are damaged or outside the folder.
+    index: the content of `model_index.json`. Raises UserError if a component's files are damaged or outside the folder.
     """
     components: list[Component] = []
     tensors: dict[str, Any] = {}
@@ -85,7 +87,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
 
 def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
-    """Return sentences about the components that the user should see."""
+    """Return sentences for the user about components whose weights are pickles, or of a variant such as fp16."""
     notices = []
     if pickled := [component.name for component in components if component.pickled]:
         notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")

@@ -48,10 +48,10 @@ _LONG_HEADERS = 1_000_000
 
 
 def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
-    """Read the headers of a checkpoint folder or file.
+    """Return the checkpoint in a folder or file, of which only the headers are read.
 
-    Only the headers of safetensors and GGUF files are read. Pickles need torch, and are read in a way that runs no code from the
-    file. Raises UserError, which names the file and the problem.
+    Pickles, however, need torch, and are read as a whole, in a way that runs no code from the file, unless `trust_pickle` is set.
+    Raises UserError, which names the file and the problem.
     """
     with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
@@ -147,9 +147,11 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Map each name of a tied weight that the file omits to the name of the tensor that holds the weight's values.
+    """Return a mapping from each name of a tied weight that the file omits to the name of the tensor that holds the weight's
+    values.
 
-    safetensors' `save_model` writes a tied weight once. The metadata maps each name that was left out to the name that was kept.
+    safetensors' `save_model` writes a tied weight once. `metadata`, that of the safetensors header, maps each name that was left
+    out to the name that was kept.
     """
     return {
         name: kept
@@ -171,7 +173,7 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
-    """Open a diffusers folder. The components with weights become the top level of the tree."""
+    """Open a diffusers folder. Returns a checkpoint in whose tree the components with weights are the top level."""
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
     if not tensors:

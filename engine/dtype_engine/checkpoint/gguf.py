@@ -40,7 +40,10 @@ def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
 def _specification(
     path: Path, header: GGUFHeader, tensor: GGUFTensor, size: int, dequantized: dict[str, bool]
 ) -> CheckpointTensor:
-    """Convert one tensor's GGUF header. Raises UserError if the type is unknown or the tensor's bytes are outside the file."""
+    """Convert the GGUF header of one tensor to a `CheckpointTensor`. size: the file's size in bytes. dequantized: caches, by the
+    name of a type, whether the gguf package can dequantize it. Raises UserError if the type is unknown or the tensor's bytes are
+    outside the file.
+    """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
     try:
@@ -72,8 +75,8 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Return whether the gguf package can dequantize a type. The first call for a type tries one block; `known` caches the
-    result.
+    """Return whether the gguf package can dequantize the type `kind`, by trying it on one block of `nbytes` bytes. `known` caches
+    the results by the type's name.
     """
     if kind.name not in known:
         import numpy
@@ -90,7 +93,9 @@ def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
 
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Raise UserError if tensors share bytes. Gaps are allowed, because tensors begin at multiples of the file's alignment."""
+    """Raise UserError if `tensors`, by name, share bytes. Gaps are allowed, because tensors begin at multiples of the file's
+    alignment. data_start: the offset of the first byte after the header.
+    """
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
         if tensor.nbytes and (tensor.start or 0) < end:

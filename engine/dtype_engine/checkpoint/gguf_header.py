@@ -121,7 +121,7 @@ class _Reader:
         return name, tuple(reversed(extents)), kind, start
 
     def skip_value(self, kind: int, depth: int = 0) -> None:
-        """Skip a value of this type. depth: how deeply the value is nested in lists."""
+        """Skip a value of the type with the number `kind`. depth: how deeply the value is nested in lists."""
         if kind in _WIDTHS:
             self.skip(_WIDTHS[kind])
             return
@@ -149,7 +149,7 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Skip this many strings. The loop must be fast, because the strings of a vocabulary are the largest part of a header."""
+        """Skip `count` strings. The loop must be fast, because the strings of a vocabulary are the largest part of a header."""
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):

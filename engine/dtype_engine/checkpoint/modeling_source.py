@@ -47,7 +47,9 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return the names of the modules that any class of an architecture declares to keep in float32; empty if it is unknown."""
+    """Return the name parts by which any class of an architecture declares what stays in float32; both sets are empty if it is
+    unknown. config: the content of config.json, which names the architecture.
+    """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
         try:

@@ -150,7 +150,7 @@ class PackedWeight:
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the quantised weights whose codes and scales are both among these tensors."""
+    """Return the quantised weights whose codes and scales are both among these tensors. tensors: those of a file, by name."""
     found = []
     for name in tensors:
         if not name.endswith(_SCALE_ENDS):
@@ -167,7 +167,10 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Map each tensor that belongs to a weight quantised by another program to the reason why it is never cast."""
+    """Return a mapping from the name of each tensor that belongs to a weight quantised by another program to the reason why it is
+    never cast. tensors: those of a file, by name. config: the content of config.json, whose description of the method is then part
+    of the reason.
+    """
     described = declared_scheme(config)
     found: dict[str, str] = {}
     for weight in packed_weights(tensors):
@@ -213,5 +216,5 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
-    """Return the names of all tensors in the file that are parts of these weights."""
+    """Return the names of all tensors in `tensors`, by name, that are parts of these weights."""
     return {name for weight in weights for name in weight.names if name in tensors}

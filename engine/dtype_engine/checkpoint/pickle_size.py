@@ -29,7 +29,9 @@ class TooManyOpcodes(Exception):
 
 
 def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | None]]:
-    """Yield opcodes as `pickletools.genops` does, with its errors. Raises TooManyOpcodes after `MOST_OPCODES`."""
+    """Yield (opcode, argument, position) as `pickletools.genops` does. Raises TooManyOpcodes after `MOST_OPCODES` of them, and
+    ValueError for a damaged pickle.
+    """
     for count, step in enumerate(pickletools.genops(pickled)):
         if count > MOST_OPCODES:
             raise TooManyOpcodes

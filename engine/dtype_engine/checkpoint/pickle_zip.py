@@ -239,7 +239,9 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply an opcode that does not concern storages: remove the objects that it consumes, and push a placeholder per result."""
+    """Apply an opcode that does not concern storages: remove the objects that it consumes, and push a placeholder per result.
+    marks: the heights of the stack at which a MARK opcode was met.
+    """
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:
         del stack[marks.pop() :]

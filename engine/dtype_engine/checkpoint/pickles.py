@@ -56,7 +56,9 @@ class Pickled:
 
 
 def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
-    """Return the tensors of one or several files, memory-mapped if possible. Raises UserError, naming the file and the problem."""
+    """Return the tensors of one or several files, memory-mapped if possible. trust: let the files run any code. Raises UserError,
+    naming the file and the problem.
+    """
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -76,7 +78,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
 
 
 def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
-    """Describe one tensor as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
+    """Return the tensor `name` described as a `CheckpointTensor`. If safetensors can't hold the tensor, `refusal` says why."""
     import torch
 
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -142,7 +144,7 @@ def _place(tensor: torch.Tensor) -> Any:
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
-    """Load the object in a file. trust: let the file run any code. Raises UserError."""
+    """Return the object in a file. trust: let the file run any code. Raises UserError."""
     with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
@@ -249,7 +251,7 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the mapping with the most tensors in the loaded object.
+    """Find the mapping with the most tensors in a loaded object and the mappings inside it.
 
     Returns the mapping and its path, such as `model.state_dict`, or "" for the object itself. The search ends at the first mapping
     whose key is a usual name for weights.

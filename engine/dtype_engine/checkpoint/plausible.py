@@ -32,7 +32,9 @@ _DEEPEST = 20
 
 
 def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
-    """Raise NoForward if a number in the configuration contradicts the checkpoint's tensors."""
+    """Raise NoForward if a number in the configuration contradicts the checkpoint's tensors. where: the file name with which the
+    error begins.
+    """
     tensors = len(checkpoint.weights)
     most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
     for name, value in _numbers(config):
@@ -60,7 +62,9 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number of a configuration, including nested ones. A list yields its largest number."""
+    """Yield (dotted name, number) for every number of a configuration, including nested ones. A list yields its largest number.
+    before, depth: the prefix of the names and the nesting depth, for nested configurations.
+    """
     for key, value in config.items():
         name = f"{before}{key}"
         if isinstance(value, Mapping) and depth < _DEEPEST:

@@ -60,7 +60,7 @@ def read_quantized(
 ) -> dict[str, QuantizedWeight]:
     """Return the weights that this program's export stored with scales, under the names that the model gives them.
 
-    Raises UserError if the file's metadata does not match its tensors.
+    Raises UserError if the file's metadata does not match its tensors. tensors, metadata: those of the file's header.
     """
     weights: dict[str, QuantizedWeight] = {}
     owners: dict[str, str] = {}
@@ -85,7 +85,9 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """Return one weight, or None if a tensor that the weight's dtype requires is missing or has the wrong dtype or size."""
+    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors:
+    those of the file, by name. packed_shape: the weight's shape in the file's metadata, which packed codes need.
+    """
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:
         return None
@@ -117,7 +119,7 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
     """Return two possible names for the codes of a weight: one for layouts that other programs read, and one for layouts that only
-    this program reads.
+    this program reads. dtype: the format of the codes.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
@@ -130,7 +132,9 @@ def input_scale_name(name: str) -> str:
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
-    """Describe the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format `dtype`."""
+    """Return descriptions of the tensors (codes, scales, ...) with which a file stores a weight of `shape` in the format
+    `dtype`.
+    """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return parts(shape, row.blocks, row.bits, row.torch_name)

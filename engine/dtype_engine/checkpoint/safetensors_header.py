@@ -130,7 +130,10 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _entry(
     path: Path, name: str, entry: Any, body_start: int, size: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
 ) -> CheckpointTensor:
-    """Check one entry of a header. shapes: shapes of earlier entries, so that entries with equal shapes share one object."""
+    """Check the entry of a header for the tensor `name`, and return it as a `CheckpointTensor`. body_start: the offset at which the
+    tensors' bytes begin. size: the file's size. shapes: shapes of earlier entries, so that entries with equal shapes share one
+    object.
+    """
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:

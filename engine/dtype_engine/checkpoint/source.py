@@ -86,9 +86,9 @@ def locate(
     id in the local cache (with `download`, also on the hub). None means the built-in demo, and so does `demo` unless a file has
     this name.
 
-    python_only_by: the option that the error message recommends when Python code is refused, or None to allow Python code. Set it
-    if the text comes from a file, since a file must not choose which Python code runs. Raises UserError, which lists where it was
-    looked for.
+    trust_pickle: whether the files may run code when they are unpickled. python_only_by: the option that the error message
+    recommends when Python code is refused, or None to allow Python code. Set it if the text comes from a file, since a file must
+    not choose which Python code runs. Raises UserError, which lists where it was looked for.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 
@@ -140,7 +140,7 @@ def is_python(model: str | None) -> bool:
 
 
 def _path(model: str | None) -> Path:
-    """Convert a text to a path.
+    """Return the path that the text `model` names.
 
     Raises UserError if the text can't be a path: it is too long, or names an unknown user's home folder.
     """
@@ -191,7 +191,9 @@ def _python(module_or_file: str, attribute: str) -> Source:
 
 
 def _downloaded(model: str) -> Path:
-    """Download a model into the cache, with huggingface_hub's own progress bars on standard error. Raises UserError."""
+    """Download a model into the cache, and return its folder. huggingface_hub shows its own progress bars on standard error. Raises
+    UserError.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

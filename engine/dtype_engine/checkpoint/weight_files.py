@@ -81,7 +81,8 @@ _VARIANT_FILE = re.compile(
 
 def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
     """Return the weights files of a variant, such as those that `save_pretrained(variant="fp16")` writes, or None if the folder has
-    no variant. Raises UserError for several variants, because the folder does not say which one to open.
+    no variant. Raises UserError for several variants, because the folder does not say which one to open. present: the names of the
+    files in the folder.
     """
     variants = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
     if not variants:
@@ -123,7 +124,7 @@ def read_index(index: Path) -> dict[str, str]:
 
 def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
     """Return the path of the file `name` in a folder. Raises UserError if the name or a link leads out of the folder, because the
-    name comes from an untrusted index.
+    name comes from an untrusted index, the file `index`.
 
     Links to the `blobs` folder of the Hugging Face cache are allowed, because the cache's snapshots consist of such links.
     """

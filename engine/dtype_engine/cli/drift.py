@@ -55,7 +55,7 @@ MISSED = 1
     metavar="FILE",
     help="Write the rules, the settings and the measured metrics to this recipe file.",
 )
-@click.option("--force", is_flag=True, help="Replace an existing recipe file.")
+@click.option("--force", is_flag=True, help="With --save-recipe: replace an existing file.")
 @click.option(
     "--causes", "with_causes", is_flag=True, help="Also cast one module at a time, to find the sources of the drift."
 )
@@ -145,7 +145,9 @@ class _Details:
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """Return these details as the lines that follow the lines of the drift report."""
+        """Return these details as the lines that follow the lines of the drift report. reached: the verdict on each limit that the
+        user set.
+        """
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
 
@@ -163,7 +165,7 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Measure, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
+    """Return, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work
@@ -176,8 +178,8 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure the details of a report: the noise floor if the drift may be below it, the reason if values are not finite, and a
-    remedy for lost values if `suggest` is set.
+    """Measure and return the details of a report: the noise floor if the drift may be below it, the reason if values are not
+    finite, and a remedy for lost values if `suggest` is set.
     """
     option = session.options.floor
     floor = None
@@ -189,7 +191,9 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Report each missed limit on standard error. Returns the exit status, which is 1 if a limit was missed."""
+    """Report each missed limit on standard error. reached: the verdict on each limit. Returns the exit status, which is 1 if a
+    limit was missed.
+    """
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + verdict.name.replace("_", "-")
@@ -198,7 +202,7 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
 
 
 def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
-    """Write the session's recipe and its measured drift to a file. Raises UserError."""
+    """Write the session's recipe and its measured drift to a file. force: whether to replace an existing file. Raises UserError."""
     from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.recipe.provenance import recipe_text
     from dtype_engine.reports.versions import versions

@@ -1,4 +1,4 @@
-"""`dtype-engine export` and `dtype-engine verify`."""
+"""`dtype-engine export` writes a checkpoint in the dtypes of a recipe, and `dtype-engine verify` checks such a checkpoint."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _rate(what: str) -> Callable[[int, int], None]:
-    """Return a progress callback that shows the bytes done and the bytes per second, at most ten times a second."""
+    """Return a progress callback that shows the bytes done and the bytes per second, at most ten times a second. what: the words
+    before the numbers, such as "exporting".
+    """
     started, throttle = time.perf_counter(), Throttle(first=False)
 
     def on_bytes(done: int, total: int) -> None:

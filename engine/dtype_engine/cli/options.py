@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 _FILE = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
-force_option = click.option("--force", is_flag=True, help="Replace an existing file.")
+force_option = click.option("--force", is_flag=True, help="Replace an existing output file.")
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Make the shell complete MODEL as a path."""
+    """Return a completion item that makes the shell complete the argument MODEL, of which `begun` is typed, as a path."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]
@@ -255,7 +255,7 @@ class ModelCommand(click.Command):
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does. The error for a rule without its option names the option."""
+        """Parse the arguments as click does, and return those left over. If a rule was typed without --cast, the error says so."""
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
@@ -264,7 +264,9 @@ class ModelCommand(click.Command):
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Build the `RunRequest` and call the command's function. Raises UserError for invalid options."""
+        """Build the `RunRequest`, call the command's function with it, and return the function's result. Raises UserError for
+        invalid options.
+        """
         if ctx.parent is None:  # this is the app's command, which prints nothing and draws on the terminal
             return self._invoke(ctx)
         # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def _workers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:
-    """Parse a number of processes, or the address of a scheduler. Raises UserError."""
+    """Convert the value of `--workers` to a number of processes or to a scheduler's address. Raises UserError."""
     if value is None:
         return None  # before any import, because the app's first paint waits for this
     from dtype_engine.evaluation.workers import parse_workers

@@ -92,12 +92,14 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show how much of a measurement is done, and which pass is running."""
+    """Show how much of a measurement is done, and which pass is running: the `run` "reference" or "candidate"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status: 2 for bad input, after a line on standard error; 128 + n for signal n."""
+    """Run a click command and return its exit status: 2 for bad input, after a line on standard error; 128 + n for signal n.
+    program: its name in messages. arguments: those of the command line; if None, those of this process.
+    """
     fill_closed()
     try:
         with own_output():
@@ -127,7 +129,7 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:
-    """Print one line that names the signal, and return the exit status."""
+    """Print one line that names the signal, and return the exit status. program: the name with which the line begins."""
     number = ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")

@@ -100,7 +100,8 @@ def _left_out_lines(written: Conversion) -> list[str]:
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """Compare the tensors that the recipe's patterns match in dtype-engine and, unchanged, in another tool.
+    """Find tensors that a recipe's pattern matches in dtype-engine but not in another tool that gets the same pattern, or the other
+    way round.
 
     For vllm and sglang, show how the runtime would load an export. The exit status is 1 if the matches differ, or if a runtime
     would refuse or change a weight, or run it slowly.
@@ -200,7 +201,9 @@ def _some(names: tuple[str, ...]) -> str:
 
 
 def _from_file(file: Path, request: RunRequest) -> Context:
-    """Read a recipe file and plan it for the request's model or, if the request names no model, for the one named in the file."""
+    """Read a recipe file, and return its plan for the request's model or, if the request names no model, for the one named in the
+    file.
+    """
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
@@ -214,7 +217,9 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Plan the request's recipe for its model, and describe the model. Raises UserError for a rule that matches nothing."""
+    """Return the plan of the request's recipe for its model, with a description of the model. python_only_by: the option that an
+    error recommends if MODEL is Python code; None to allow such code. Raises UserError for a rule that matches nothing.
+    """
     from dtype_engine.runtime.model.describe import describe
 
     source = request.locate(python_only_by)

@@ -43,10 +43,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """MODEL, the rules for it, and the options for opening and running it."""
+    """The model that the command-line argument MODEL names, the rules for it, and the options for opening and running it."""
 
     model: str | None
-    """MODEL as the user typed it."""
+    """The command-line argument MODEL as the user typed it; None if it was left out."""
     options: Options
     """The options. They include the settings of the recipe file, except those that the command line overrides."""
     recipe: Recipe = field(default_factory=Recipe)
@@ -65,8 +65,9 @@ class RunRequest:
     ) -> RunRequest:
         """Build the request from the values of a command line, keyed by parameter name.
 
-        runs: whether the values include the options of a forward pass. checks_inputs: whether the input files are on this machine.
-        Raises UserError for an invalid rule, preset, recipe file or input file.
+        explicit: the names of the parameters that the user gave. runs: whether the values include the options of a forward pass.
+        checks_inputs: whether the input files are on this machine. Raises UserError for an invalid rule, preset, recipe file or
+        input file.
         """
         preset, file = values.get("preset"), values.get("recipe_file")
         if preset is not None:
@@ -89,7 +90,8 @@ class RunRequest:
         return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
 
     def locate(self, python_only_by: str | None = None) -> Source:
-        """Find the model that MODEL names. Raises UserError, also for an option that does not apply to this kind of model.
+        """Find the model that the command-line argument MODEL names. Raises UserError, also for an option that does not apply to
+        this kind of model.
 
         python_only_by: the option that an error recommends if MODEL is Python code named in a file; None to allow Python code.
         """
@@ -119,7 +121,7 @@ class RunRequest:
         return session
 
     def plan(self, source: Source) -> Planned:
-        """Plan the rules, including the preset's, without loading weights.
+        """Return the plan of the rules, including the preset's, without loading weights.
 
         Without rules the headers are enough. Rules need the architecture (its classes, ties and names), whose import takes seconds.
         Raises UserError, also for a rule that matches nothing or needs unknown module classes.
@@ -142,7 +144,9 @@ class RunRequest:
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """Build `Options` from a command line's values. Raises UserError for a dtype that is unknown or not allowed."""
+    """Return the `Options` for opening and running the model, from the values of a command's parameters. runs: whether the command
+    has the options of a forward pass, such as --compute. Raises UserError for a dtype that is unknown or not allowed.
+    """
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))

@@ -1,4 +1,4 @@
-"""`dtype-engine scan` and `dtype-engine search`."""
+"""`dtype-engine scan` scores the effect of casting each weight, and `dtype-engine search` finds the best recipe by these scores."""
 
 from __future__ import annotations
 
@@ -237,7 +237,9 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
-    """Run one shard of a scan, and write it to the --save file."""
+    """Run one shard of a scan, and write it to the --save file. as_object: whether to print the result as JSON. how: the values of
+    the scan's options, by parameter name.
+    """
     save = how["save"]
     if save is None:
         raise UserError("--shard needs --save FILE, another file for every shard")
@@ -263,7 +265,9 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only one shard of the scan. Returns the session and the scan."""
+    """Open a session and run its scan, or only one shard of the scan. Returns the session and the scan. The arguments are the
+    values of the options; `family` is that of --formats.
+    """
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")
     given = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
@@ -295,7 +299,9 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """Measure the `count` recipes nearest to a limit on the session's inputs, and report the best. Raises UserError, OutOfReach."""
+    """On the session's inputs, measure the `count` recipes nearest to a limit, (bytes or None, drift or None), and report the best.
+    Raises UserError, OutOfReach.
+    """
     from dtype_engine.evaluation import verified
 
     found = verified.candidates(session, *limit, constraints, count)

@@ -1,4 +1,4 @@
-"""`dtype-engine sweep`."""
+"""`dtype-engine sweep`: measures many recipe files on one model."""
 
 from __future__ import annotations
 

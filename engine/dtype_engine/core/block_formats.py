@@ -1,9 +1,10 @@
 """Formats that store one scale for each block of a weight: their tensors, shapes and bytes in a file. Does not import torch.
 
-A weight is treated as one or more matrices, and blocks lie along the rows. A vector is one row. In a weight with three or more
-dimensions, a row is the last dimension if it is at least one block long (stacked experts). Otherwise, all dimensions but the first
-form a row (a convolution). If blocks do not divide a matrix, the last blocks are shorter, as in DeepSeek's files: the codes keep
-the weight's shape, and the number of scales is rounded up.
+A weight is treated as one or more matrices. A block is a part of one row, such as 32 values in MX formats, or a rectangle, such as
+128 x 128 values in DeepSeek's fp8. A vector is one row. In a weight with three or more dimensions, a row is the last dimension if
+it is at least one block long (stacked experts). Otherwise, all dimensions but the first form a row (a convolution). If a matrix's
+width or height is not a multiple of the block's, the last blocks are smaller, as in DeepSeek's files: the codes keep the weight's
+shape, and the number of scales is rounded up.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class Blocks:
     zero_points: bool = False
     """Whether each block also has an integer zero point."""
     packing: Packing = "none"
-    """How codes that are smaller than a byte are packed in a file."""
+    """How codes below 8 bits are packed in a file. "nibbles": two to a byte. "words": as many as fit into 32-bit words. "six bits":
+    four in 3 bytes.
+    """
     layout: str = ""
     """The name of the checkpoint layout in which other programs read this format, or "" if there is none."""
 
@@ -71,7 +74,9 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """Return (number of matrices, rows of each, width of a row) for a weight with blocks of `columns` columns."""
+    """Return (number of matrices, rows of each, width of a row) into which a weight of `shape` is divided if its blocks are
+    `columns` wide.
+    """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
     if len(shape) == 2:
@@ -94,16 +99,17 @@ def divides(shape: Sequence[int], blocks: Blocks) -> bool:
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """Return how many elements of the packed dtype a row of `width` codes occupies."""
+    """Return how many elements of the packed dtype a row of `width` codes occupies. bits: the size of a code in bits."""
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))
 
 
 def parts(shape: Sequence[int], blocks: Blocks, bits: int, codes: str) -> tuple[Part, ...]:
-    """Describe the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's other tensors.
+    """Return descriptions of the tensors that store a weight of `shape` in a file: codes first, then scales, then the format's
+    other tensors.
 
-    codes: the dtype of the codes if they are not packed.
+    bits: the size of a code in bits. codes: the dtype of the codes if they are not packed.
     """
     count, rows, width = matrices(shape, blocks.columns)
     down, across = scale_grid(shape, blocks)

@@ -40,8 +40,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """Return a new name for a folder next to an export's target. The writer knows the name before it creates the folder, so it can
-    remove the folder even if a signal arrives during the creation.
+    """Return a new name for a folder next to an export's target. purpose: the part of the name that says what it is for, such as
+    "partial". The writer knows the name before it creates the folder, so it can remove the folder even if a signal arrives during
+    the creation.
     """
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 

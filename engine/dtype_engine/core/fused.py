@@ -42,7 +42,8 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Map each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes by weight name.
+    """Return a mapping from each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes
+    by weight name.
 
     A tensor scale is shared by the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
     """
@@ -73,12 +74,15 @@ def _has_tensor_scale(dtype: str) -> bool:
 
 
 def split_groups(planned: Mapping[str, str]) -> tuple[tuple[str, ...], ...]:
-    """Return the groups of fused weights that no fused kernel supports, because a plan gives their members different formats."""
+    """Return the groups of fused weights that no fused kernel supports, because a plan gives their members different formats.
+    planned: dtypes by weight name.
+    """
     return tuple(group for group in fused_groups(planned) if is_split(group, planned))
 
 
 def is_split(group: Iterable[str], planned: Mapping[str, str]) -> bool:
-    """Return whether the weights of a group have different formats, at least one of which has scales.
+    """Return whether the weights of a group have different formats, at least one of which has scales. planned: dtypes by weight
+    name.
 
     No fused kernel supports such a group.
     """

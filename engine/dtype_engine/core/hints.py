@@ -28,6 +28,8 @@ def hint(name: HintName) -> str:
 
 
 def fill_hints(sentence: str, words: Mapping[HintName, str]) -> str:
-    """Return a message with its hint placeholders replaced. Other text in braces, such as in a file name, is unchanged."""
+    """Return the message `sentence` with each hint placeholder replaced by its text in `words`. Other text in braces, such as in a
+    file name, is unchanged.
+    """
     by_name = {str(name): text for name, text in words.items()}
     return _PLACE.sub(lambda found: by_name.get(found[1], found[0]), sentence)

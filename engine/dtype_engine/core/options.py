@@ -10,7 +10,9 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 ClassesDim = int | Literal["auto", "none"]
-"""A dimension of the main output, "auto" or "none"; see `RunSettings.classes_dim`."""
+"""A dimension of the main output (from 0, or from the end if negative), "auto" or "none": where the logits of a distribution
+lie.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ _PIECE_BYTES = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading.
+    """Return a regular file, opened for reading.
 
     Raises UserError for anything else (opening a named pipe would block, a device might never end), and OSError if opening fails.
     """
@@ -31,7 +31,9 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_regular(path: Path, most: int) -> bytes:
-    """Return the whole content of a file. Raises UserError if it exceeds `most` bytes, and the errors of `open_regular`."""
+    """Return the whole content of a file. Raises UserError if it exceeds `most` bytes or is not a regular file, and OSError if it
+    can't be opened.
+    """
     content = bytearray()
     with open_regular(path) as file:
         # A single read of `most` bytes would allocate that much memory even for a small file.

@@ -26,7 +26,9 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a share such as `3/16` (the third of sixteen), or `slurm`: the share of this Slurm array task. Raises UserError."""
+        """Parse a share such as `3/16` (the third of sixteen), or `slurm`: the share of this Slurm array task. environment: the
+        environment variables. Raises UserError.
+        """
         if text == "slurm":
             return cls._of_slurm(environment)
         found = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)

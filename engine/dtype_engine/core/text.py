@@ -19,7 +19,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def without_controls(text: str) -> str:
-    """Escape the same characters as `printable`, except line breaks, and return the whole text."""
+    """Return the whole text with all control and text-direction characters escaped, except line breaks."""
     return "\n".join(printable(line, len(line)) for line in text.split("\n"))
 
 

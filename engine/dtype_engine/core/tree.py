@@ -376,7 +376,7 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def from_tensors(tensors: Iterable[TensorInfo]) -> Tree:
-    """Build a tree from tensors alone, without module classes or ties.
+    """Return a tree built from tensors alone, without module classes or ties.
 
     Files often list tensors alphabetically, so numbered modules are sorted by their numbers.
     """

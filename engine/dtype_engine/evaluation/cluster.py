@@ -57,7 +57,9 @@ class DaskPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations like `Pool.results`. Dask repeats a lost worker's work. Running evaluations can't be cancelled."""
+        """Run the evaluations. Yields (index, result) of each as soon as it is done. Dask repeats a lost worker's work. Running
+        evaluations can't be cancelled.
+        """
         from distributed.scheduler import KilledWorker
 
         try:

@@ -63,7 +63,7 @@ def cancel_by(cancelled: IsCancelled) -> None:
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
-    """Open the evaluation's model, unless it is open already, and run the evaluation.
+    """Open the evaluation's model, unless it is open already, run the evaluation, and return its result.
 
     Raises Cancelled, and UserError, for example if the model or the inputs on this machine differ from those of the evaluation.
     """
@@ -87,7 +87,9 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
 def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
-    """Run a task in an open session. The task may change the session's recipe. Raises UserError, Cancelled."""
+    """Run a task in an open session, and return its result. The task may change the session's recipe. Raises UserError,
+    Cancelled.
+    """
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):

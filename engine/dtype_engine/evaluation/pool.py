@@ -70,7 +70,9 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Run the evaluations like `Pool.results`. If a process is killed, another process repeats its work."""
+        """Run the evaluations. Yields (index, result) of each as soon as it is done. If a process is killed, another process
+        repeats its work.
+        """
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
@@ -145,7 +147,9 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until at least one future is done. Yields all futures that are done, those with a result first."""
+    """Wait until at least one future is done. Yields all futures that are done, those with a result first. futures: each with the
+    index of its evaluation.
+    """
     done: set[Future[Evaluated]] = set()
     while not done:
         if cancelled():
@@ -161,20 +165,24 @@ def fitting(workers: int, private: int) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ..."""
+    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ...
+    environment: the environment variables.
+    """
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make only the GPU of the pool's `index`-th process visible here, before CUDA is initialized. Without GPUs, do nothing."""
+    """Make only the GPU of the pool's `index`-th process visible to this process, through `environment`, before CUDA is
+    initialized. Without GPUs, do nothing.
+    """
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
-    """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends.
-    started: how many processes the pool has started before.
+    """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends. gpus:
+    the names of all GPUs that the pool uses. started: how many processes the pool has started before.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

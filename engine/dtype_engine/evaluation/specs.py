@@ -32,7 +32,7 @@ class Opened:
     """Identifies the model and the inputs that a worker has to open."""
 
     model: str | None
-    """An argument of `locate`, with an absolute path; None for the demo."""
+    """The text that names the model, as on the command line, but with an absolute path; None for the demo."""
     options: Options
     weights: str
     """The fingerprint of the weights. A worker refuses a model with another fingerprint."""
@@ -45,7 +45,7 @@ class Exported:
     """An export and the checkpoint that it was made from, which a worker compares."""
 
     model: str | None
-    """The source checkpoint: an argument of `locate`, with an absolute path; None for the demo."""
+    """The text that names the source checkpoint, as on the command line, but with an absolute path; None for the demo."""
     options: Options
     folder: Path
     """The absolute path of the export."""
@@ -119,7 +119,7 @@ class Evaluated:
     """The ID of the process that ran the evaluation."""
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
-    """The versions of the libraries in that process, by name (see `reports.versions`)."""
+    """The versions of the libraries in that process, by name."""
 
 
 def other_versions(result: Evaluated) -> str:
@@ -134,7 +134,9 @@ def other_versions(result: Evaluated) -> str:
 
 
 def model_text(source: Source) -> str | None:
-    """Return MODEL in a form that means the same in any working directory: paths become absolute, other forms stay unchanged."""
+    """Return the command-line argument MODEL for a source in a form that means the same in any working directory: paths become
+    absolute, other forms stay unchanged.
+    """
     if source.path is None or source.asked is None:
         return source.asked
     if source.kind == "python":

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` recipes predicted nearest to a limit on bytes or drift by the last scan. Raises UserError, OutOfReach."""
+    """Return the `count` recipes that the last scan predicts nearest to a limit on bytes (`budget`) or on drift (`max_drift`).
+    Raises UserError, OutOfReach.
+    """
     return around(session.front(constraints), budget, max_drift, count)
 
 
@@ -33,8 +35,8 @@ def best(
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
 ) -> SearchReport:
-    """Measure solutions on the session's inputs, cast the model to the best one, and report it. For a budget, the best solution has
-    the least drift; with `max_drift`, it is the smallest whose drift does not exceed that limit.
+    """Measure the solutions `found` on the session's inputs, cast the model to the best one, and return a report. For a budget, the
+    best solution has the least drift; with `max_drift`, it is the smallest whose drift does not exceed that limit.
 
     `on_measured(done)` counts measured solutions. Raises OutOfReach if all exceed `max_drift`, and the errors of `Session.drift`.
     """

@@ -59,7 +59,7 @@ class Over:
     """
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """Run tasks on the pool, in the model that its workers open. Yields results like `Pool.results`."""
+        """Run tasks on the pool, in the model that its workers open. Yields (index, result) of each as soon as it is done."""
         noted: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)
@@ -85,9 +85,9 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the unfinished sequences or measurements of a session's scan on a pool. With the same number of threads, the result
-    equals that of `task.run` to the last bit. `on_progress("scan", done, total)` counts sequences or measurements. Finished ones
-    stay in `task` after an error. Raises the errors of `task.run`.
+    """Run the unfinished sequences or measurements of a session's scan on a pool, and return the report. With the same number of
+    threads, the result equals that of `task.run` to the last bit. `on_progress("scan", done, total)` counts sequences or
+    measurements. Finished ones stay in `task` after an error. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
@@ -138,7 +138,9 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """Do the work of `Session.causes` on a pool. With the same number of threads, its report is the same to the last bit."""
+    """Return the report of `Session.causes`, which attributes drift to modules, measured on a pool. With the same number of
+    threads, it is the same to the last bit. `on_progress(done, total)` counts modules or subtrees.
+    """
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
     recipe, settings = session.recipe, session.settings
@@ -156,7 +158,9 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function that compares an export's tensors on a pool, for use by `verify`. An evaluation has at most 64 MiB."""
+    """Return a function that compares an export's tensors on a pool, for use by `verify`. An evaluation has at most 64 MiB.
+    threads: how many each worker uses.
+    """
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:

@@ -67,7 +67,9 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many of the requested workers the work, the GPUs and the free memory allow. If fewer, say why."""
+        """Return how many of the requested workers the work, the GPUs and the free memory allow, and tell the user why if they are
+        fewer. private: bytes that each process needs. gpus: the names of the GPUs, or () on the CPU.
+        """
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:
             self._on_notice(f"{plural(len(gpus), 'worker')} of the {requested} asked for: one for each GPU")
@@ -78,14 +80,18 @@ class Workers:
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets if all workers share `threads`, or torch's default if None. Raises UserError."""
+        """Return how many threads each worker gets if all workers share `threads`, or torch's default if None. Raises UserError.
+        private: bytes that each process needs in addition to the mapped checkpoint.
+        """
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
 
     def over(self, session: Session, source: Source, private: int) -> Over:
-        """Start the workers if needed, and return them together with the model and inputs that they must open. Raises UserError."""
+        """Start the workers if needed, and return them together with the model and inputs that they must open. Raises UserError.
+        private: bytes that each process needs in addition to the mapped checkpoint.
+        """
         from dtype_engine.runtime.session.opening import gpu_count
 
         on_gpu = session.model.device.type == "cuda"

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecipeFile:
-    """The content of a recipe file."""
+    """The content of a recipe file: rules, and optionally the model, the run settings and the metrics of an earlier run."""
 
     recipe: Recipe
     model: str | None = None
@@ -189,8 +189,8 @@ def write_recipe(
 ) -> str:
     """Return the text of a recipe file, with one line per rule, in order.
 
-    comments: a comment for each rule. units: the units of the metrics in `measured`, by name. lost: the tensors whose casts lose
-    values. The file lists these tensors among the metrics.
+    model: the name of the model for which the recipe was made. comments: a comment for each rule. units: the units of the metrics
+    in `measured`, by name. lost: the tensors whose casts lose values. The file lists these tensors among the metrics.
     """
     lines = [f"version: {VERSION}"]
     if model:

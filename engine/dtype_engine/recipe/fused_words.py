@@ -13,8 +13,8 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
     does not.
 
     Returns `k_proj, v_proj: new scale` if the common scale of the fused weights changes, and `k_proj, v_proj differ: vLLM refuses`
-    if they get different formats. groups: the model's groups of fused weights. This runs after every key press, so equal groups are
-    examined once.
+    if they get different formats. planned: the dtype of each weight before the cast. groups: the model's groups of fused weights.
+    This runs after every key press, so equal groups are examined once.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
@@ -53,7 +53,7 @@ def layer_name(name: str) -> str:
 
 def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
     """Return the layers whose weights share a scale with this weight under a plan, such as `k, v` for `q_proj`, or "" if there are
-    none.
+    none. planned: the dtypes of the plan, by weight name.
 
     This function is called for every row that is drawn, so it examines only the members of the weight's group.
     """
@@ -63,7 +63,8 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
-    """Name the weights that vLLM and SGLang fuse with this weight, and say whether they accept the planned formats.
+    """Name the weights that vLLM and SGLang fuse with this weight, and say whether they accept the planned formats. planned: the
+    dtypes of the plan, by weight name.
 
     Returns "" if the weight is fused with no other.
     """

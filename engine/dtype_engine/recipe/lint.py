@@ -57,7 +57,7 @@ class Lint:
 
 
 def lint(context: Context, target: Target) -> Lint:
-    """Match every rule as this program and as `target` would, and compare the matches.
+    """Match every rule as this program and as `target` would, and return a comparison of the matches.
 
     Raises TooSlow if matching takes too long.
     """
@@ -88,7 +88,10 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Find the tensors for `Lint.overruled`. Returns () for a target whose patterns have no order of precedence."""
+    """Return (tensor, pattern that wins here, pattern that wins in the target) for each tensor that the same rules match in both,
+    but that get different dtypes. Returns () for a target whose patterns have no order of precedence. there_by_rule: for each rule,
+    the tensors that it matches in the target.
+    """
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules

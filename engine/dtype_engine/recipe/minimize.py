@@ -37,7 +37,9 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return the recipe without rules that have no effect because of later rules."""
+    """Return the recipe without rules that have no effect because of later rules: its plan still has the dtypes `target`, by tensor
+    name.
+    """
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -58,7 +60,8 @@ class _Proposals:
         self._patterns = self._general()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
-        """Return the best next rule and the tensors that it selects.
+        """Return the best next rule and the tensors that it selects. now: the dtype of each tensor under the rules chosen so far.
+        wrong: the tensors whose dtype is not the wanted one yet.
 
         The best rule has the largest gain: the weights that it corrects minus those that it makes wrong. If gains are equal, the
         shortest pattern is best.
@@ -98,7 +101,7 @@ class _Proposals:
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
         """Return single names, and patterns with ranges of layer numbers, such as one for all layers whose `mlp.down_proj` needs
-        the same dtype.
+        the same dtype. wrong: the tensors whose dtype is not the wanted one yet.
         """
         layers: dict[tuple[str, str], dict[int, set[str]]] = {}
         literal: dict[str, None] = {}
@@ -167,7 +170,7 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:
-    """Write a set of numbers in the pattern language: `3`, `{0..4}`, `{0,{3..5}}`."""
+    """Return a set of numbers as a pattern: `3`, `{0..4}`, `{0,{3..5}}`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -15,7 +15,9 @@ def range_regex(first: int, last: int, width: int = 0) -> str:
 
 
 def _at_least_zero(low: int, high: int, width: int) -> list[str]:
-    """Return regular expressions for the integers from `low` to `high` (0 <= low <= high), one for each number of digits."""
+    """Return regular expressions for the integers from `low` to `high` (0 <= low <= high), one for each number of digits. width:
+    the number of digits to which they are zero-padded.
+    """
     parts: list[str] = []
     shortest = max(len(str(low)), width)
     for digits in range(shortest, max(len(str(high)), width) + 1):

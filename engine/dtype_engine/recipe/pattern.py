@@ -40,7 +40,7 @@ _NAMELESS = "\0"
 class Pattern:
     """A compiled pattern, built by `compile_pattern`.
 
-    Every method that matches raises TooSlow if matching exceeds the time limit: see `regexes.time_limit`.
+    Every method that matches raises TooSlow if matching exceeds the time limit that `regexes.time_limit` has set.
     """
 
     text: str
@@ -71,7 +71,7 @@ class Pattern:
 
 @lru_cache(maxsize=512)
 def compile_pattern(text: str) -> Pattern:
-    """Compile a pattern. Raises PatternError, with the position if it is known."""
+    """Return a compiled pattern. Raises PatternError, with the position if it is known."""
     text = text.strip()
     if text in ("", "re:", "type:"):
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)
@@ -108,7 +108,9 @@ _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the text from index `at` to the end or, inside braces, to the next `,` or `}`. Also returns the end's index."""
+    """Translate the text from index `at` to the end or, inside braces, to the next `,` or `}`. Also returns the end's index. depth:
+    how many braces are open.
+    """
     pieces: list[_Piece] = []
     while at < len(text):
         character = text[at]
@@ -156,7 +158,9 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
 
 
 def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
-    """Translate `{a,b}` or `{0..7}`, whose brace opens at index `opened`. Also returns the index after the closing brace."""
+    """Translate `{a,b}` or `{0..7}`, whose brace opens at index `opened`. Also returns the index after the closing brace. depth:
+    how many braces enclose it.
+    """
     if depth > 20:
         raise PatternError(f"pattern {shortened(text)}: braces are nested too deep at {opened + 1}", opened)
     ranged = _RANGE.match(text, opened + 1)

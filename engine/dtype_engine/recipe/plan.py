@@ -86,7 +86,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
 
 @dataclass(frozen=True, slots=True)
 class RuleEffect:
-    """The effect of one rule in a plan."""
+    """The effect of one rule in a plan: the tensors that it selects, how many of them it decides, and their bytes."""
 
     index: int
     """The rule's index in the recipe."""
@@ -205,7 +205,9 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
-    """Return the bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once."""
+    """Return the bytes of parameters and persistent buffers in their planned dtypes, scales included. A tied weight counts once.
+    planned: dtypes by tensor name.
+    """
     changed = 0
     for name, dtype in planned.items():
         tensor = tree.tensors[name]
@@ -254,7 +256,7 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
-    """Return a sentence that says why a pattern selects nothing."""
+    """Return a sentence that says why a pattern selects nothing. taken: the result of `select`, if it was computed before."""
     if taken is not None and taken.uncastable_count:
         why = taken.uncastable and tree.tensors[taken.uncastable].uncastable_reason
         return f"pattern {shortened(pattern)} matches only tensors that are never cast " + (

@@ -195,7 +195,9 @@ def _packed_experts(module: Module) -> bool:
 
 
 def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
-    """Return patterns for the wanted modules: `type:CLASS` if all modules of a class are wanted, otherwise patterns by name."""
+    """Return patterns for the modules for which `wanted` returns True: `type:CLASS` if all modules of a class are wanted, otherwise
+    patterns by name.
+    """
     chosen: dict[str, list[str]] = {}
     every: dict[str, int] = {}
     for name, module in tree.modules.items():

@@ -38,7 +38,7 @@ _OF_OUTPUT = (
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
     """Return the metrics for the entry `measured` of a recipe file: bytes, versions and, if there is a report, the drift of the
-    main output.
+    main output. versions: those of the libraries, by name.
     """
     measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
@@ -63,7 +63,8 @@ def recipe_text(
     """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
     tensors whose casts lose values.
 
-    lost: the tensors whose casts lose values, if there is no report. None if they were not determined.
+    title: the name of the model. versions: those of the libraries, by name. lost: the tensors whose casts lose values, if there is
+    no report. None if they were not determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(

@@ -46,8 +46,9 @@ def compile_regex(
 ) -> Callable[[str], bool]:
     """Compile an expression to a function that returns whether a name matches, and that raises TooSlow if matching takes too long.
 
-    source: the expression. shown: the user's whole pattern, for messages. before: index of `source` in `shown`. Raises
-    PatternError, with the position if it is known.
+    source: the expression. shown: the user's whole pattern, for messages. kind: how much of a name must match: all of it, its
+    beginning, or any part. before: index of `source` in `shown`. dotall: whether `.` matches line breaks. Raises PatternError, with
+    the position if it is known.
     """
     if len(source) > LONGEST_REGEX:
         raise PatternError(
@@ -61,9 +62,8 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression as `compile_regex` does, but without its limits on length and repeat counts.
-
-    Use this only for expressions that are cheap to compile.
+    """Compile an expression to a function that returns whether a name matches, without limits on length and repeat counts. Use this
+    only for expressions that are cheap to compile. The arguments and errors are those of `compile_regex`.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 
@@ -89,7 +89,9 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """Return how many seconds the current match may take. Raises TooSlow if the limit of the block `time_limit` is used up."""
+    """Return how many seconds the current match may take. Raises TooSlow if the limit of the block `time_limit` is used up. shown:
+    the pattern that the error names.
+    """
     limit = _deadline.get()
     if limit is None:
         return _ALONE_S
@@ -113,7 +115,9 @@ def shortened(shown: str) -> str:
 
 
 def _check_counts(source: str, shown: str, before: int) -> None:
-    """Raise PatternError for repeat counts that would need too much memory to compile."""
+    """Raise PatternError for repeat counts that would need too much memory to compile. shown: the user's whole pattern, for
+    messages. before: index of the expression `source` in it.
+    """
     counts = [(found.start() + before, found[0], found[1] or found[2]) for found in _COUNTS.finditer(source)]
     for position, written, number in counts:
         if len(number) > 4 or int(number) > MOST_REPEATS:

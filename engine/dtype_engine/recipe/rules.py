@@ -26,7 +26,7 @@ class Rule:
 
     @classmethod
     def make(cls, pattern: str, dtype: object) -> Rule:
-        """Make a rule from a pattern and a dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is
+        """Return a rule made from a pattern and a dtype: a name in any spelling, or a `torch.dtype`. Raises UserError if either is
         invalid.
         """
         return cls(compile_pattern(pattern).text, dtypes.parse_target(str(dtype)))
@@ -85,7 +85,7 @@ class RecipeHistory:
 
     @classmethod
     def of(cls, recipes: Iterable[Recipe], at: int) -> RecipeHistory:
-        """Restore a history from all its recipes in order. The recipe at index `at` becomes the current one."""
+        """Return a history restored from all its recipes in order. The recipe at index `at` becomes the current one."""
         history = cls()
         history._recipes, history._at = list(recipes), at
         return history

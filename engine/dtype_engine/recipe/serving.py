@@ -32,17 +32,17 @@ class Finding:
     """One limitation of a runtime that affects an export of the plan, and the tensors that it affects."""
 
     effect: Effect
-    """How the runtime treats the tensors that break the rule."""
+    """How the runtime treats the affected tensors."""
     why: str
     source: str
     """The file and the function in the runtime's source code that implement the rule."""
     tensors: tuple[str, ...]
-    """Canonical names of the tensors that break the rule."""
+    """Canonical names of the affected tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServingLint:
-    """All rules of one runtime that a plan breaks."""
+    """The limitations of one runtime that affect an export of the plan."""
 
     runtime: str
     quantised: int
@@ -56,7 +56,9 @@ class ServingLint:
 
 
 def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Check whether a runtime would load an export of a plan unchanged. activations: the setting `quantize_activations`."""
+    """Return the reasons why a runtime would refuse, change or slow down an export of a plan, as far as they can be predicted.
+    activations: the setting `quantize_activations`.
+    """
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
         if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable
@@ -75,9 +77,10 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights in formats for which no public layout exists.
+    """Yield findings for weights in formats for which no public layout exists.
 
-    An export stores such weights in a layout that only this program reads.
+    An export stores such weights in a layout that only this program reads. quantised: the formats of the weights that the plan
+    casts to formats with scales, by weight name.
     """
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
@@ -125,9 +128,10 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report quantised routers.
+    """Yield a finding for quantised routers.
 
     The runtime creates the routers of mixture-of-experts models with `quant_config=None`, that is, without parameters for scales.
+    quantised: formats by weight name.
     """
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
@@ -136,7 +140,9 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers whose members have different formats. `should_ignore_layer` raises if it ignores only some members."""
+    """Yield a finding for fused layers whose members have different formats. `should_ignore_layer` raises if it ignores only some
+    members. quantised: formats by weight name.
+    """
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
@@ -144,7 +150,9 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
 
 
 def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report layers whose experts have different formats: `get_moe_method` raises if their projections' schemes differ."""
+    """Yield a finding for layers whose experts have different formats: `get_moe_method` raises if their projections' schemes
+    differ. quantised: formats by weight name.
+    """
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
         if _packed_experts(context.tree, name):
@@ -158,9 +166,10 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report quantised weights that runtimes fuse, such as q, k and v, if the model lacks one of the group.
+    """Yield a finding for quantised weights that runtimes fuse, such as q, k and v, if the model lacks one of the group.
 
-    Such a fused layer is not quantised, because `_match_fused_layer` requires a match for every member.
+    Such a fused layer is not quantised, because `_match_fused_layer` requires a match for every member. quantised: formats by
+    weight name.
     """
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
@@ -172,9 +181,9 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report int8 weights whose inputs are not quantised.
+    """Yield a finding for int8 weights whose inputs are not quantised.
 
-    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights.
+    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights. quantised: formats by weight name.
     """
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
@@ -184,7 +193,9 @@ def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iter
 
 
 def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused fp8 layers whose members have one scale each. Runtimes requantise all members with the largest scale."""
+    """Yield a finding for fused fp8 layers whose members have one scale each. Runtimes requantise all members with the largest
+    scale. quantised: formats by weight name.
+    """
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
     for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
@@ -192,7 +203,9 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report fused layers whose numbers of outputs are not multiples of the block size. `validate_fp8_block_shape` raises."""
+    """Yield a finding for fused layers whose numbers of outputs are not multiples of the block size. `validate_fp8_block_shape`
+    raises. quantised: formats by weight name.
+    """
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
@@ -213,8 +226,9 @@ def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
 
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights whose shapes Marlin, the usual kernel for group-quantized integers, does not support: it needs numbers of
-    outputs that are multiples of 64, and numbers of inputs that are multiples of 128. On few devices another kernel supports them.
+    """Yield a finding for weights whose shapes Marlin, the usual kernel for group-quantized integers, does not support: it needs
+    numbers of outputs that are multiples of 64, and numbers of inputs that are multiples of 128. On few devices another kernel
+    supports them. quantised: formats by weight name.
     """
     written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
@@ -234,7 +248,9 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report an export that would need several checkpoint layouts: SGLang supports only one, and not `mixed-precision`."""
+    """Yield a finding for an export that would need several checkpoint layouts: SGLang supports only one, and not
+    `mixed-precision`. quantised: formats by weight name.
+    """
     written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
@@ -243,7 +259,9 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
 
 
 def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights with zero points, for SGLang. Its `_is_wNa16_group_channel` requires symmetric quantisation."""
+    """Yield a finding for weights with zero points, for SGLang. Its `_is_wNa16_group_channel` requires symmetric quantisation.
+    quantised: formats by weight name.
+    """
     names = tuple(
         name for name, dtype in _written(context, quantised).items()
         if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
@@ -254,8 +272,8 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
 
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Report weights whose runtime always quantises activations: DeepSeek's fp8 layout requests this, and vLLM does so for MXFP4
-    and MXFP8 even without a request.
+    """Yield findings for weights whose runtime always quantises activations: DeepSeek's fp8 layout requests this, and vLLM does so
+    for MXFP4 and MXFP8 even without a request. quantised: formats by weight name.
     """
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:

@@ -47,10 +47,11 @@ def build_report(
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
 ) -> Report:
-    """Build the report of a plan.
+    """Return the report of a plan.
 
-    drift: a measurement of the plan's recipe. no_drift: why there is no measurement. lost: if there is no measurement, the weights
-    whose casts lose values, or None if they were not counted.
+    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe. no_drift:
+    why there is no measurement. lost: if there is no measurement, the weights whose casts lose values, or None if they were not
+    counted.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -90,7 +91,9 @@ def _top(drift: DriftReport) -> str:
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """Return a section about weights whose casts lose values, or no section if no rule casts anything."""
+    """Return a section about weights whose casts lose values, or no section if no rule casts anything. losses: the losses of each
+    weight, or None if they were not counted.
+    """
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
     if losses is None:
@@ -180,7 +183,9 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """Return the section with the metrics of one measurement, or with the reason why there is no measurement."""
+    """Return the section with the metrics of one measurement, or with the reason why there is no measurement. no_drift: this
+    reason.
+    """
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output

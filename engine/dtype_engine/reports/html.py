@@ -29,7 +29,9 @@ def _page(name: str) -> Template:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Escape control characters in a value of the template unless it is the program's own markup. Jinja escapes HTML later."""
+        """Return a value of the template with its control characters escaped, unless it is the program's own markup. Jinja escapes
+        HTML later.
+        """
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 
     environment = jinja2.Environment(

@@ -19,7 +19,9 @@ _ROWS = 12
 
 
 def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
-    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes."""
+    """Return HTML for an open model: its rules, and its modules with their dtypes and bytes. title: the name of the model. inputs:
+    a description of its inputs.
+    """
     sections = (rules_section(tree, plan), tree_section(tree, plan))
     size = (
         f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} planned; {printable(inputs, 300)}."

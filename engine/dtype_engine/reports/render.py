@@ -25,6 +25,8 @@ def check_name(path: Path) -> None:
 
 
 def render(report: Report, path: Path) -> str:
-    """Return the text of a report, in the format of the file's extension. Raises UserError like `check_name`."""
+    """Return the text of a report, in the format of the file's extension. Raises UserError if no report format has this
+    extension.
+    """
     check_name(path)
     return FORMATS[path.suffix.lower()](report)

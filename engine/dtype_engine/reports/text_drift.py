@@ -22,7 +22,9 @@ _CANCELLING = 1.2
 
 
 def extent_text(extent: Extent) -> str:
-    """Say how much of the inputs some metrics cover, and how much is padding, as in `2 of 6 sequences, 184 tokens`."""
+    """Return words that say how much of the inputs some metrics cover, and how much is padding, as in
+    `2 of 6 sequences, 184 tokens`.
+    """
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
     return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}{extent.left_out_text}"
@@ -48,7 +50,7 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """Say how many sequences the metrics of modules cover, as in `2 of 6 sequences`, or "" if they cover all."""
+    """Return words that say how many sequences the metrics of modules cover, as in `2 of 6 sequences`, or "" if they cover all."""
     extent = report.sequences
     if report.modules_sequences >= extent.total:
         return ""
@@ -195,5 +197,5 @@ def cause_label(contribution: Contribution) -> str:
 
 
 def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """Return one line for each limit."""
+    """Return one line for each limit that the user set, saying whether the drift meets it."""
     return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in verdicts]

@@ -66,7 +66,9 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return the sentences of `severe_sentences`, and one that sums up the tensors in which small values are rounded to zero."""
+    """Return a sentence for each of the first `most` tensors whose losses are more than rounding, the number of others, and a
+    sentence that sums up the tensors in which small values are rounded to zero.
+    """
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:

@@ -8,7 +8,9 @@ from typing import Any
 
 
 def as_json(value: Any) -> Any:
-    """Convert dataclasses to dictionaries, and numbers that JSON can't express (infinity, NaN) to None."""
+    """Return `value` with dataclasses converted to dictionaries, and numbers that JSON can't express (infinity, NaN) replaced by
+    None.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, dict):

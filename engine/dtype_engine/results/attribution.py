@@ -136,7 +136,7 @@ class LossRemedy:
     after: OutputDrift | None = None
     """The drift of the main output with the rules, over the same inputs as `before`."""
     reason: str = ""
-    """Why the model can't be run."""
+    """Why the effect of the rules was not measured, for example because the model can't be run."""
 
     @property
     def improves(self) -> bool:

@@ -242,8 +242,8 @@ class Extent:
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
-        """Estimate the share (0 to 1) of the remaining sequences that must be run to reach `precision`. The estimate assumes that
-        the square of the error after n of N sequences is proportional to (N - n) / n.
+        """Return an estimate of the share (0 to 1) of the remaining sequences that must be run to reach `precision`. The estimate
+        assumes that the square of the error after n of N sequences is proportional to (N - n) / n.
         """
         left = self.total - self.done
         if precision is None or not self.error or left <= 0:

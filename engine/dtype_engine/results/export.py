@@ -21,7 +21,7 @@ class ExportedDtype:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """The result of an export."""
+    """The result of an export: what was written, where, and how fast."""
 
     folder: str
     model: str
@@ -46,7 +46,7 @@ class TensorDifference:
 
     name: str
     what: str
-    """How the tensor differs."""
+    """How the tensor differs, in words that follow its name."""
 
 
 @dataclass(frozen=True, slots=True)

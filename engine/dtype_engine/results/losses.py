@@ -56,7 +56,7 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether the loss is important enough for a list of losses; see the docstring of the class."""
+        """Whether a list of losses includes this one: it is more than rounding, or values became zero in a dtype without scales."""
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 

@@ -87,7 +87,7 @@ class Meaning:
 
 
 def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Describe how far modules drift in a model whose output is identical to the reference's."""
+    """Return words that say how far modules drift in a model whose output is identical to the reference's."""
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"

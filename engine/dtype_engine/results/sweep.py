@@ -11,7 +11,7 @@ from dtype_engine.results.drift import OutputDrift
 
 @dataclass(frozen=True, slots=True)
 class SweepRow:
-    """The result of one recipe."""
+    """The result of one recipe: its size, its drift, and whether another recipe beats it."""
 
     recipe: str
     """The path of the recipe file."""
@@ -36,7 +36,9 @@ class SweepReport:
 
 
 def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
-    """Return rows for tuples (recipe, rules, planned bytes, drift, output), sorted by bytes, with the best recipes marked."""
+    """Return rows for tuples (path of a recipe file, its rules, planned bytes, drift, output), sorted by bytes, with the best
+    recipes marked.
+    """
     return tuple(
         SweepRow(
             name, rules, planned, drift,

@@ -35,7 +35,9 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
 
 
 def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
-    """Parse `PATTERN=DTYPE,DTYPE` into the pattern and the full names of the dtypes. Raises UserError."""
+    """Parse `PATTERN=DTYPE,DTYPE`, a constraint on the dtypes of matching weights, into the pattern and the full names of the
+    dtypes. Raises UserError.
+    """
     pattern, equals, names = text.rpartition("=")
     if not equals or not pattern or not names:
         raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
@@ -52,7 +54,8 @@ class SearchConstraints:
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
         """Return these constraints with one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`,
-        `clear`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. Raises UserError.
+        `clear`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. stored_bytes: the size to which a percentage refers. Raises
+        UserError.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

@@ -25,7 +25,8 @@ FUSING = ("vllm", "sglang")
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Add a runtime's constraints: fused layers must have one format, and each weight may have only formats that fit its shape.
+    """Return `constraints` with those of the runtime `family` added: fused layers must have one format, and each weight may have
+    only formats that fit its shape.
 
     The user's patterns come after the runtime's, so that the user's patterns decide.
     """

@@ -48,7 +48,9 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Constraints on the recipe that a search finds."""
+    """Constraints on the recipe that a search finds: which weights keep their dtype, which share one, and which dtypes are allowed.
+    Limits on bytes and drift are given separately.
+    """
 
     keep: tuple[str, ...] = ()
     """Patterns of weights that keep their stored dtype."""
@@ -74,7 +76,9 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Build the items of a search. Raises UserError for a pattern that matches nothing, or a dtype that was not scanned."""
+    """Return the items of a search. scores: the drift for each (weight, dtype). Raises UserError for a pattern that matches
+    nothing, or a dtype that was not scanned.
+    """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
@@ -135,7 +139,9 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Divide the weights into groups that must each have one dtype. Groups with a weight in common are merged."""
+    """Return the weights divided into groups that must each have one dtype: those in one parent module that one of `patterns`
+    matches. Groups with a weight in common are merged.
+    """
     leader = {name: name for name in weights}
 
     def find(name: str) -> str:
@@ -163,7 +169,9 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other choice beats in both bytes and score, by bytes. Of equal choices, the wider is kept."""
+    """Return the choices that no other choice beats in both bytes and score, sorted by bytes. Of equal choices, the wider is
+    kept.
+    """
     ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
     best: list[Choice] = []
     for choice in ordered:
@@ -258,7 +266,9 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model according to the scores of a scan. Raises UserError like `make_items`."""
+    """Return the Pareto front of a model according to the scores of a scan: the drift for each (weight, dtype). Raises UserError
+    for a pattern that matches nothing, or a dtype that was not scanned.
+    """
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
     return ParetoFront(items, tree.stored_bytes - changing)
@@ -297,8 +307,8 @@ class _State:
 def knapsack(
     table: Sequence[Sequence[tuple[float, float]]], limit: float, price: float, start: Sequence[int]
 ) -> list[int]:
-    """Choose one (cost, weight) from each row so that the sum of costs is minimal while the sum of weights is at most `limit`.
-    Returns the index chosen in each row.
+    """Choose one (cost, weight) from each row of `table` so that the sum of costs is minimal while the sum of weights is at most
+    `limit`. Returns the index chosen in each row.
 
     start: any solution within the limit. price: the Lagrange multiplier p, the cost of a unit of weight. The reduced cost of a
     choice is its cost + p·weight minus the minimum of cost + p·weight in its row. In a solution better than `start`, the reduced

@@ -33,7 +33,7 @@ def scalar_drift(output: OutputDrift) -> float:
 
 
 def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[str, str], float]) -> Prediction:
-    """Predict the drift of a plan as the sum of its weights' scores in a scan. scores: the result of `report.scores()`.
+    """Return the predicted drift of a plan: the sum of its weights' scores in a scan. scores: the result of `report.scores()`.
 
     Raises UserError if a weight was not scanned in its planned dtype.
     """
@@ -49,8 +49,8 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
-    """Return, for each node, the sum of the scores in `dtype` of all weights at or below it. A node is a module (the root is "") or
-    a weight. A tied weight counts once in each module that contains it.
+    """Return, for each node, the sum of the scores in `dtype` of all weights at or below it. scores: the drift for each (weight,
+    dtype). A node is a module (the root is "") or a weight. A tied weight counts once in each module that contains it.
     """
     sums: dict[str, float] = {}
     for name, tensor in tree.tensors.items():
@@ -108,8 +108,8 @@ class LayerMap:
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Build a table of the scores in `dtype`. A weight's layer is its name up to the first number. Its kind is the rest of the
-    name, with `*` for further numbers.
+    """Return a table of the `scores`, the drift for each (weight, dtype), in the dtype `dtype`. A weight's layer is its name up to
+    the first number. Its kind is the rest of the name, with `*` for further numbers.
     """
     layers: dict[str, None] = {}
     kinds: dict[str, None] = {}

@@ -54,7 +54,7 @@ class SetSettings(Message, frozen=True):
 
 
 class Pause(Message, frozen=True):
-    """Pause the scan, or resume it."""
+    """Pause scans if `paused` is True; otherwise, resume them."""
 
     paused: bool
 
@@ -85,7 +85,7 @@ class Command(Message, frozen=True):
 
 
 class SetInputs(Command, frozen=True):
-    """Use the inputs that `line` names (see `core.input_args.parse_inputs_line`), and measure. Work on the old inputs stops; if the
+    """Use the inputs that `line` names, which is a prompt or the paths of files, and measure. Work on the old inputs stops; if the
     new inputs are refused, it is run again.
     """
 
@@ -127,7 +127,7 @@ class FindNonfinite(FollowUp, frozen=True):
 
 
 class FindLossRemedy(FollowUp, frozen=True):
-    """Find rules that keep the values which the casts lose."""
+    """Find rules that keep the values which the current recipe's casts lose."""
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None
@@ -162,13 +162,13 @@ class AttributeDrift(Command, frozen=True):
 
 
 class MeasureSpeed(Command, frozen=True):
-    """Time forward passes."""
+    """Time forward passes in the dtypes of the reference, of the checkpoint and of the recipe."""
 
     name = "speed"
 
 
 class CheckFiles(Command, frozen=True):
-    """Check the files of the model for problems."""
+    """Check the files of the model for problems, such as missing or damaged tensors."""
 
     name = "check"
     needs_model = False

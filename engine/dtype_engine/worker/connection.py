@@ -45,7 +45,7 @@ class NoAnswer(UserError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """The command that starts an engine."""
+    """The command that starts an engine, or reconnects to one, and what is known about that engine."""
 
     arguments: Sequence[str] = COMMAND
     """The command's arguments. With SESSION in them, the engine outlives its connection, and the same command reconnects to it."""
@@ -127,11 +127,11 @@ class Connection:
 
     @property
     def process_id(self) -> int:
-        """The ID of the process."""
+        """The ID of the started process, which may be an ssh client."""
         return self._process.pid
 
     def handshake(self) -> control.Hello:
-        """Wait for the engine's first message. Raises UserError if the process is not an engine of this version."""
+        """Wait for the engine's first message, and return it. Raises UserError if the process is not an engine of this version."""
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
@@ -208,7 +208,7 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """Say whether and how the process has ended, and quote the last line that it wrote to standard error."""
+        """Return words that say whether and how the process has ended, and the last line that it wrote to standard error."""
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ PROTOCOL = 3
 
 
 class Hello(Message, frozen=True):
-    """The engine's first message."""
+    """The engine's first message: its version, and whether it can go on with a model from an earlier connection."""
 
     protocol: int
     version: str
@@ -27,7 +27,7 @@ class Open(Message, frozen=True):
     """The app's first message to a new engine: which model to open, and how."""
 
     model: str | None
-    """MODEL as on the command line."""
+    """The command-line argument MODEL, which names the model; None for the demo."""
     options: Options
     read_headers: bool
     recipe: Recipe = Recipe()
@@ -56,11 +56,11 @@ class Acknowledge(Message, frozen=True):
 
 
 class PlanExport(Message, frozen=True):
-    """Requests an `ExportPlanned` event; see `Engine.plan_export`."""
+    """Requests an `ExportPlanned` event: what an export of the current recipe would write."""
 
 
 class CheckPath(Message, frozen=True):
-    """Requests a `PathChecked` event; see `Engine.check_path`."""
+    """Requests a `PathChecked` event: whether something exists at a path on the engine's machine."""
 
     path: str
     for_export: bool

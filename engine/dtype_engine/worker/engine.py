@@ -23,11 +23,11 @@ class Engine(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Start opening the model."""
+        """Start opening the model, and then measuring it."""
 
     @abstractmethod
     def request(self, request: Request) -> None:
-        """Add a command to the queue, or change the queue (see `commands`)."""
+        """Add a command to the queue of commands, or change the queue, for example by `Cancel`."""
 
     @abstractmethod
     def save(self, request: SaveRequest) -> None:

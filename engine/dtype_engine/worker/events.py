@@ -236,7 +236,7 @@ class SavingProgress(Event, frozen=True):
 
 
 class Saved(Event, frozen=True):
-    """Reports that a save has ended."""
+    """Reports that a save (of an export, a recipe, a report) has ended, successfully or not."""
 
     recipe: Recipe
     done: bool

@@ -25,7 +25,9 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip everything up to the mark, such as a login shell's text. Returns False if there is no mark. Raises WireError."""
+        """Skip everything up to the mark, such as a login shell's text. Returns False if there is no mark. compressed: whether the
+        rest of the stream is compressed. Raises WireError.
+        """
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:
                 raise WireError("its first megabyte has no mark of dtype-engine")

@@ -42,7 +42,8 @@ def engines_folder() -> Path:
 def relay(session: str, linger_s: float, compressed: bool) -> int:
     """Connect standard input and output to a session's engine, and start the engine if it is not running. Returns the exit status.
 
-    Raises UserError if other users may enter the sockets' folder.
+    linger_s, compressed: how long a new engine waits for a connection, in seconds, and whether it compresses its events. Raises
+    UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
     folder = engines_folder()
@@ -87,7 +88,10 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to a session's engine. Returns the connection, and the engine's process if this call started the engine."""
+    """Connect to a session's engine, and start it if it is not running. Returns the connection, and the engine's process if this
+    call started the engine. started_in: its working directory. linger_s: how long it waits for a connection, in seconds.
+    compressed: whether it compresses its events.
+    """
     name = f"{session}.socket"
     with _folder_locked():
         child = None
@@ -114,7 +118,7 @@ def _folder_locked() -> Iterator[None]:
 
 
 def _remove(path: str) -> None:
-    """Remove the files of an engine that has ended."""
+    """Remove the files of an engine that has ended. path: their path without extension."""
     for ending in ("socket", "log"):
         with contextlib.suppress(OSError):
             os.unlink(f"{path}.{ending}")
@@ -123,7 +127,9 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that survives a hang-up, with a listening socket and a locked log file."""
+    """Start an engine that survives a hang-up, with a listening socket and a locked log file. started_in: its working directory.
+    linger_s: how long it waits for a connection, in seconds. compressed: whether it compresses its events.
+    """
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -210,7 +216,9 @@ def close(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Serve one connection after another, until the app closes the engine or it is idle and unconnected for `linger_s` seconds."""
+    """Be the engine of the apps that connect, one connection after another, until the app closes the engine or it is idle and
+    unconnected for `linger_s` seconds. compressed: whether to compress events.
+    """
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 
     server = EngineServer(keep=True)

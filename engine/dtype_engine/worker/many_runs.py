@@ -40,7 +40,7 @@ class ManyRuns:
         self._measured: set[int] = set()
 
     def close(self) -> None:
-        """End the workers."""
+        """End the worker processes, or disconnect from the cluster."""
         if self._workers is not None:
             self._workers.close()
 
@@ -81,7 +81,7 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
-        """Find the modules in which the drift of the session's recipe arises. Raises the errors of `Session.causes`."""
+        """Return the modules in which the drift of the session's recipe arises. Raises the errors of `Session.causes`."""
         with self._over(session, session.plan.planned_bytes) as over:
             if over is None:
                 return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)
@@ -113,8 +113,9 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the workers with the model that they open, or None if the work should run in this engine. private: as in
-        `Workers.pool`. If the workers can't start or fail, new ones are started next time.
+        """Yield the workers with the model that they open, or None if the work should run in this engine. private: bytes that each
+        process needs in addition to the mapped checkpoint. needed: if False, None is yielded. If the workers can't start or fail,
+        new ones are started next time.
         """
         workers = self._model.options.workers
         if workers is None or not needed:
@@ -140,7 +141,9 @@ class ManyRuns:
         return on_progress
 
     def _reporter(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
-        """Return a progress callback `(done, total)` that emits events such as `scan: 4 workers, 37 of 128`."""
+        """Return a progress callback `(done, total)` that emits events such as `scan: 4 workers, 37 of 128`. what: the first
+        word.
+        """
         by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
 
         def report_done(done: int, total: int) -> None:

@@ -74,7 +74,9 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Encode types unknown to msgspec: a Path as a string, and a tree as None, because its parts are sent before the event."""
+    """Return the encoded form of types that msgspec does not know: a Path as a string, and a tree as None, because its parts are
+    sent before the event.
+    """
     if isinstance(value, Tree):
         return None
     if isinstance(value, Path):
@@ -87,12 +89,12 @@ _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, d
 
 
 def encode_request(request: Message) -> bytes:
-    """Encode one message from the app."""
+    """Return one message from the app as MessagePack."""
     return _ENCODER.encode(request)
 
 
 def decode_request(data: bytes) -> Request:
-    """Decode a message that `encode_request` encoded. Raises WireError."""
+    """Return the message that `encode_request` encoded. Raises WireError."""
     try:
         return _REQUESTS.decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -150,7 +152,7 @@ class AnswerDecoder:
         return value
 
     def _tree_of(self, kind: type, value: object) -> Tree:
-        """Build the tree of an event from the parts that arrived before the event. This is msgspec's `dec_hook`."""
+        """Return the tree of an event, built from the parts that arrived before the event. This is msgspec's `dec_hook`."""
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
         self._tree = self._made_tree()
@@ -169,7 +171,7 @@ class AnswerDecoder:
             self._tensors.append(before if before == tensor else tensor)  # sharing them saves 60 MiB for 90,000
 
     def _made_tree(self) -> Tree:
-        """Build a tree from the `TreePart` messages that have arrived since the last tree."""
+        """Return a tree built from the `TreePart` messages that have arrived since the last tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []
         if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """A model as far as it could be opened: with a session, with only the checkpoint's headers, or with neither."""
+    """A model, opened as far as possible: with a session, with only the checkpoint's headers, or with neither."""
 
     source: Source
     options: Options
@@ -49,8 +49,8 @@ class OpenModel:
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
-    """Open `source`, and emit the progress and the result as events. Errors are also emitted: if the model can't be loaded, the
-    returned object has no session.
+    """Open `source`, and call `emit` with the progress and the result as events. Returns the opened model. Errors are also emitted:
+    if the model can't be loaded, the returned object has no session.
 
     read_headers: whether to emit the tree of the headers first, because the caller has not seen all of them.
     """
@@ -87,7 +87,7 @@ def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
 
 
 def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
-    """Emit the inputs of a model that can be run."""
+    """Call `emit` with an event that describes the inputs of a model that can be run."""
     summary = session.inputs_reading
     if summary is not None:
         emit(events.InputsReady(summary))
@@ -117,7 +117,9 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the session, after emitting the tree of the headers if requested. Raises NoForward, UserError."""
+    """Open the session, after emitting the tree of the headers if `read_headers` is set. on_step: called with a description of each
+    step. Raises NoForward, UserError.
+    """
     source = model.source
     if source.kind == "checkpoint":
         on_step("reading the headers")
@@ -143,7 +145,9 @@ def _opened(
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
-    """Emit the tree of a model that can't be run. It has module classes and tied weights if the architecture is known."""
+    """Call `emit` with the tree of a model that can't be run. It has module classes and tied weights if the architecture is
+    known.
+    """
     from dtype_engine.runtime.model.describe import describe
 
     assert model.checkpoint is not None

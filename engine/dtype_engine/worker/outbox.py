@@ -24,7 +24,7 @@ class Outbox:
         self._open = False
 
     def put(self, event: events.Event) -> None:
-        """Add an event."""
+        """Add an event to the end of the queue."""
         with self._changed:
             if isinstance(event, events.REPLACEABLE):
                 self._waiting = deque(old for old in self._waiting if type(old) is not type(event))

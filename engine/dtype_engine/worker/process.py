@@ -236,7 +236,9 @@ class EngineProcess(Engine):
                 self._requests = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
-        """Serve one engine until it ends, and reconnect if its connection is cut. Returns why the engine ended."""
+        """Start an engine and emit its events until it ends. If the connection to a lingering engine is cut, connect to it again.
+        Returns why the engine ended.
+        """
         from dtype_engine.worker import messages
 
         self._received = 0
@@ -252,7 +254,9 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Emit events until the connection ends. Returns why the engine has ended, or None if only the connection was cut."""
+        """Read the events that the engine sends, and emit them, until the connection ends. Returns why the engine has ended, or
+        None if only the connection was cut.
+        """
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name
@@ -308,7 +312,9 @@ class EngineProcess(Engine):
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write the text from a remote engine to a file on this machine. Raises WireError if the app did not request a file."""
+        """Write the text from a remote engine to a file on this machine, and return the event that reports it. Raises WireError if
+        the app did not request a file.
+        """
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
@@ -334,7 +340,9 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Reconnect to a running engine, however long that takes. Raises UserError if it has ended."""
+        """Return a new connection to a running engine, however long it takes to reconnect. cut: the lost connection. Raises
+        UserError if it has ended.
+        """
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))
@@ -362,7 +370,7 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Explain why a process ended with the given exit status, as far as the reason is known."""
+        """Return the reason why a process ended with the exit status `status`, as far as it is known."""
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

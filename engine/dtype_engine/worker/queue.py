@@ -61,7 +61,9 @@ class Queue:
 
 
 def merge(queue: Queue, request: Request) -> Queue:
-    """Return the queue with `request` applied to it."""
+    """Return the queue after a request of the app: a command is added to the queue, while `SetRecipe`, `Pause` or `Cancel` change
+    it.
+    """
     match request:
         case SetRecipe():
             return _add(replace(queue, recipe=request.recipe), Measure())

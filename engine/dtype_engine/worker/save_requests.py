@@ -34,7 +34,7 @@ class RecipeRequest(Message, frozen=True):
 
 
 class ReportRequest(Message, frozen=True):
-    """Write a report of the current recipe."""
+    """Write a report of the current recipe, in HTML or Markdown."""
 
     file: Path
     replace: bool = False
@@ -49,7 +49,7 @@ class ConvertRequest(Message, frozen=True):
     target: str
     replace: bool = False
     as_text: bool = False
-    """Whether to send the text to the app, as in `RecipeRequest`."""
+    """Whether to send the text to the app, which then writes the file because it runs on another machine."""
 
 
 SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 
 class EngineServer:
-    """A worker that serves one connection at a time. keep: the app may reconnect, so events are kept until it acknowledges them."""
+    """Runs a worker for the app at the other end of a connection: receives the app's requests and sends the worker's events. One
+    connection at a time. keep: the app may reconnect, so events are kept until it acknowledges them.
+    """
 
     def __init__(self, keep: bool = False) -> None:
         from dtype_engine.worker.outbox import Outbox
@@ -52,7 +54,9 @@ class EngineServer:
         return self._paused_since if self._paused_since is not None and self._running == "scan" else self._idle_since
 
     def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
-        """Serve one connection until it ends. Returns True if the app has closed it, and False if it was cut."""
+        """Receive requests from one connection and send events over it, until it ends. Returns True if the app has closed it, and
+        False if it was cut.
+        """
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import messages
         from dtype_engine.worker.frames import WireError
@@ -181,7 +185,9 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def main(compressed: bool = False) -> None:
-    """Serve one app on standard input and output, and exit when its connection ends."""
+    """Be the engine of one app, on standard input and output, and exit when its connection ends. compressed: whether to compress
+    events.
+    """
     os.nice(NICENESS)  # the app's screen has priority
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived
     imports.begin_imports()

@@ -197,7 +197,9 @@ class Worker(Engine):
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
     def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """Emit `Failed` for a measurement, which then has no metrics, and `Refused` for any other command."""
+        """Emit `Failed` for a measurement, which then has no metrics, and `Refused` for any other command. module: the model's
+        module that caused the error, if one did.
+        """
         if isinstance(command, Measure):
             self._emit(events.Failed(recipe, message, module))
         else:

@@ -50,11 +50,13 @@ class SaveContext:
 
     @property
     def title(self) -> str:
-        """The title of the model."""
+        """The name of the model in the files that are written."""
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """Plan the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be incomplete."""
+        """Return the plan of the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be
+        incomplete.
+        """
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
         return plan
@@ -223,7 +225,9 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Return a callback that gets written bytes and calls `on_progress("exporting: 310.00 MiB/s", done, total)`."""
+    """Return a callback `(done, total)` that is called with numbers of bytes, and calls
+    `on_progress("exporting: 310.00 MiB/s", done, total)`.
+    """
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:

@@ -41,7 +41,7 @@ class _Opening:
 
     title: str
     reference: str | None
-    """MODEL as typed on the command line, or None. `--resume` finds the model's saved session by it."""
+    """The argument MODEL as typed on the command line, or None. `--resume` finds the model's saved session by it."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
     """A function that creates the engine that opens the model. Its argument is the function that the engine calls with each event.
     """
@@ -151,7 +151,7 @@ def command(
 
 
 def _open_here(request: RunRequest, in_process: bool) -> _Opening:
-    """Find a model on this machine, and read its headers. Raises UserError."""
+    """Find a model on this machine, and read its headers. Raises UserError. in_process: whether the engine runs in this process."""
     from dtype_engine.checkpoint.source import DEMO
 
     options = request.options
@@ -193,7 +193,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
 
 def _opened_by_engine(request: RunRequest) -> Connection:
-    """Let the engine on this machine open the model before the screen opens.
+    """Let the engine on this machine open the model before the screen opens. Returns the connection to the engine.
 
     Only the engine imports the model's architecture, and the architecture decides which tensors the rules match. Raises UserError
     if a rule matches nothing.
@@ -210,7 +210,9 @@ def _opened_by_engine(request: RunRequest) -> Connection:
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
-    """Connect to an engine on another machine and let it find the model. Raises UserError."""
+    """Connect to an engine on another machine and let it find the model. engine_command: the command that starts it; if None, MODEL
+    is an `ssh://` address. Raises UserError.
+    """
     from dtype_engine.worker.process import EngineProcess
     from dtype_tui.cli.remote import connect
     from dtype_tui.process.early_engine import take
@@ -300,10 +302,10 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Map each option's name on the command line, without dashes, to click's name of the option's parameter."""
+    """Return a mapping from each option's name on the command line, without dashes, to click's name of the option's parameter."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 
 def click_options() -> dict[str, click.Option]:
-    """Map each option's name on the command line, without dashes, to the option."""
+    """Return a mapping from each option's name on the command line, without dashes, to the option."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}

@@ -30,7 +30,7 @@ class Offer:
     """A model that the user can choose."""
 
     model: str
-    """The text that names this model on the command line as MODEL."""
+    """The text that names this model as the command-line argument MODEL."""
     origin: str
     """A few words that say where the model comes from."""
     nbytes: int | None = None
@@ -61,7 +61,7 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """check: called with the chosen or typed name. Raises UserError if there is no such model."""
+        """offers: the models to list. check: called with the chosen or typed name. Raises UserError if there is no such model."""
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check

@@ -97,7 +97,8 @@ def command_from(line: str) -> EngineCommand:
 
 
 def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
-    """Connect to the engine and let it find the model. This happens before the screen opens, so that ssh can ask for a password.
+    """Connect to the engine and let it find the model. engine_command: the command that starts the engine; if None, ssh is used.
+    This happens before the screen opens, so that ssh can ask for a password.
 
     Raises UserError if the engine can't be reached or the model can't be found.
     """
@@ -127,7 +128,9 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
 
 
 def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
-    """Return a sentence for the user: why dtype-engine did not answer, and what may help."""
+    """Return a sentence for the user: why dtype-engine did not answer, and what may help. by_ssh: whether this program's own ssh
+    command was used, not one of the user's.
+    """
     name, words = command.name, error.words.partition(": ")[2] or error.words
     if by_ssh and error.status == _SSH_FAILED:
         return f"{name} can't be reached: {words}"

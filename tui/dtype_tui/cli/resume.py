@@ -15,7 +15,7 @@ from dtype_tui.state.session_store import SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
-    """Combine a saved session's options with those of the command line, which take precedence.
+    """Return a saved session's options combined with those of the command line, which take precedence.
 
     explicit: the fields of Options and RunSettings that the command line sets. Permissions to run or download code are never saved,
     so they always come from the command line.

@@ -80,7 +80,8 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Return the index of a blank that can be removed because the replacement at `index` has two characters, or None.
+    """Return the index of a blank in the line `drawn` that can be removed because the replacement at `index` has two characters, or
+    None.
 
     Blanks in gaps of two or more are preferred: the nearest to the right or, if there is none, the nearest to the left. Otherwise a
     single blank next to `index` is used.

@@ -43,7 +43,7 @@ def config_path() -> Path:
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:
-    """Read the user's configuration and check it against the names of the existing actions, themes and options.
+    """Return the user's configuration, checked against the names of the existing actions, themes and options.
 
     Raises UserError for an invalid entry. The error names the file, the entry and the nearest valid name.
     """
@@ -65,7 +65,9 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
 
 
 def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
-    """Convert the parsed YAML to a Config. Raises UserError for an invalid entry, and names the entry."""
+    """Convert the parsed YAML `found` to a Config. actions, themes, options: the names that it may contain. Raises UserError for an
+    invalid entry, and names the entry.
+    """
     from dtype_engine.core.typed_data import refuse_unknown
 
     given = _mapping("this file", found)

@@ -37,6 +37,6 @@ def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
 
 
 def on_keyboard(key: str) -> str:
-    """Convert Textual's name of a key to the label that is printed on a keyboard: `ctrl+r` to `Ctrl+r`, `slash` to `/`."""
+    """Return the label of a key, given Textual's name of it, as printed on a keyboard: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
     parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
     return "+".join(part[0].upper() + part[1:] if len(part) > 1 and part.isalpha() else part for part in parts)

@@ -1,4 +1,4 @@
-"""Ends the process."""
+"""Ends the process without the interpreter's shutdown if torch was imported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Parses the terminal's bytes as Textual does, except for Escape followed by a character in a single write."""
+"""Parses the terminal's bytes as Textual does, except for Escape and a character that arrive together, which Textual turns into
+text or another character.
+"""
 
 from __future__ import annotations
 

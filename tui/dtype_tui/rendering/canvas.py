@@ -55,7 +55,9 @@ class Axes:
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return logarithmic axes that contain every point. A y that is less than a millionth of the largest y counts as zero."""
+    """Return logarithmic axes that contain every point. A y that is less than a millionth of the largest y counts as zero. points:
+    (x, y).
+    """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
@@ -69,7 +71,7 @@ def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
 
 
 def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return linear axes that contain every finite point."""
+    """Return linear axes that contain every finite point. points: (x, y)."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     low, high = min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0)
     if high - low < 1e-6 * max(1.0, abs(high)):
@@ -94,8 +96,8 @@ def plot(
 ) -> Text:
     """Return the plot as `height` lines of `width` cells.
 
-    vertical: the x at which to draw a vertical line. names: (x, name) pairs in order of x, to write below the horizontal axis
-    instead of numbers.
+    series: the points to draw. vertical: the x at which to draw a vertical line. names: (x, name) pairs in order of x, to write
+    below the horizontal axis instead of numbers.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     margin = max(len(label) for label in (*labels.values(), "0")) + 1
@@ -223,7 +225,9 @@ def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
 
 
 def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
-    """Return the line of names below the axis. Each name starts at its x. A name that would touch the previous name is omitted."""
+    """Return the line of names below the axis. Each name starts at its x. A name that would touch the previous name is omitted.
+    columns: the line's width. names: (x, name) pairs in order of x.
+    """
     line = ""
     for x, name in names:
         start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))
@@ -233,7 +237,7 @@ def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -
 
 
 def _x_labels(axes: Axes, columns: int) -> str:
-    """Return the line of numbers below the axis, each centred at its x but kept inside the line."""
+    """Return the line of numbers below the axis, each centred at its x but kept inside the line. columns: the line's width."""
     span = axes.right - axes.left
     digits = max(0, min(4, 2 - math.floor(math.log10(span)))) if span > 0 else 2
     line = ""

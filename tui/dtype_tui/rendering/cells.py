@@ -42,12 +42,12 @@ def name_cell(text: str, width: int) -> str:
 
 
 def truncate(text: str, width: int) -> str:
-    """Truncate a text to `width` cells, with an ellipsis if it was cut. Every character must be one cell wide."""
+    """Return a text truncated to `width` cells, with an ellipsis if it was cut. Every character must be one cell wide."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
 
 
 def wrap_dotted(name: str, width: int) -> str:
-    """Wrap a module's name to lines of `width` cells.
+    """Return a module's name wrapped to lines of `width` cells.
 
     Lines break only before dots, so a line may be longer if it consists of one long part.
     """
@@ -60,7 +60,9 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """Return (text, dtype) pieces with a node's dtypes and their shares: `bf16 83 % · f32 17 %`. `+1` counts omitted dtypes."""
+    """Return (text, dtype) pieces with a node's dtypes and their shares: `bf16 83 % · f32 17 %`. `+1` counts omitted dtypes. width:
+    that of the cell.
+    """
     shares = totals.mix()
     if not shares:
         return []

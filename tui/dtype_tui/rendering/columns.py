@@ -11,7 +11,7 @@ GAP = 2
 
 
 def in_columns(blocks: Sequence[Sequence[Text]], width: int, narrowest: int) -> Text:
-    """Arrange the blocks, in order, in as many columns of at least `narrowest` cells as fit into `width` cells.
+    """Return a text with the blocks arranged, in order, in as many columns of at least `narrowest` cells as fit into `width` cells.
 
     No block is split over columns, and the page is as low as possible. Lines that are too long are truncated.
     """

@@ -17,7 +17,9 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """Map the name of each tensor that loses values, and of each module above it, to a mark such as `⚠ 64 inf 12 zero`."""
+    """Return a mapping from the name of each tensor that loses values, and of each module above it, to a mark such as
+    `⚠ 64 inf 12 zero`.
+    """
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
         for name in (loss.tensor, *ancestors(loss.tensor)):

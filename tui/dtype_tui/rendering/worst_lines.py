@@ -18,7 +18,7 @@ _NUMBER_WIDTH = 10
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
-    """Shorten a module's name to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
+    """Return a module's name shortened to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
 
     Returns None if another name in `others` also ends like the shortened name.
     """
@@ -53,7 +53,7 @@ def worst_lines(
 
 def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
     """Return the lines of each module: its SQNR without unit, and its shortened name or, if a second module's name would be
-    shortened to the same text, its full name.
+    shortened to the same text, its full name. others: the names of all modules.
     """
     numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)

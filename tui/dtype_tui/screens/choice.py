@@ -63,7 +63,7 @@ class ChoiceScreen(ModalScreen[Result]):
         self.lines.update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return (text, style) to draw at the beginning of a line. It marks the chosen line."""
+        """Return (text, style) to draw at the beginning of the line with this index, which mark the chosen line."""
         return "› " if index == self.index else "  ", "bold"
 
     def action_move(self, step: int) -> None:

@@ -38,12 +38,12 @@ class Side:
 
 
 def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
-    """Return the side of the comparison that shows a measured recipe."""
+    """Return the side of the comparison that shows a measured recipe. title: the recipe's short name for headings."""
     return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
 
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
-    """Return the side of the comparison that shows a recipe.
+    """Return the side of the comparison that shows a recipe. title: the recipe's short name for headings.
 
     If the recipe was measured on the current inputs and settings, the side includes the measurement.
     """
@@ -145,7 +145,9 @@ def _rules(one: Side, other: Side) -> Table:
 
 
 def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
-    """Return a table of the tensors that have different dtypes under the two recipes."""
+    """Return a table of the tensors that have different dtypes under the two recipes. plans: those of both recipes. left, right:
+    their short names.
+    """
     first, second = plans
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     if not differ:

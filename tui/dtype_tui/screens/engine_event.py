@@ -1,4 +1,4 @@
-"""The message that passes an engine event to the screens."""
+"""The Textual message that carries an event of the engine to the screens."""
 
 from __future__ import annotations
 

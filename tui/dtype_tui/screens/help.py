@@ -144,7 +144,7 @@ def sections(
     text).
 
     The main screen is first, the tree second. Descriptions begin with a lower-case letter here, unlike in the command palette.
-    chosen: the user's own keys, by binding id.
+    words: (title, text) of the explanations. chosen: the user's own keys, by binding id.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -185,7 +185,9 @@ def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
 
 
 def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
-    """Return the lines with the keys for the node under the cursor: one line with the keys for dtypes, then the other keys."""
+    """Return the lines with the keys for the node under the cursor: one line with the keys for dtypes, then the other keys. node:
+    its name. node_keys: (binding id, description) of each key. chosen: the user's own keys, by binding id.
+    """
     names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
     text = Text()
     text.append(f"Here: {node}\n", style="bold")
@@ -202,15 +204,15 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
 
 
 def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
-    """Return the groups of keys, each as a heading and one line per entry."""
+    """Return the groups of keys, each as a heading and one line per entry. chosen: the user's own keys, by binding id."""
     return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
 
 
 def _block(
     title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
 ) -> list[Text]:
-    """Return the lines of a heading and of the rows below it. width: the page's width in cells; if None, descriptions are not
-    wrapped.
+    """Return the lines of a heading and of the rows below it. rows: (keys, description). widest: the maximum width of the keys.
+    width: the page's width in cells; if None, descriptions are not wrapped.
     """
     listed = list(rows)
     keys_width = min(widest, max(len(keys) for keys, _ in listed))
@@ -221,7 +223,9 @@ def _block(
 
 
 def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
-    """Return one entry as lines: the keys, and the description, which is wrapped and indented to `column`."""
+    """Return one entry as lines: the keys, and the description, which is wrapped and indented to `column`. width: the page's
+    width.
+    """
     wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
     first, *more = wrapped or [keys]
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
@@ -233,7 +237,9 @@ def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
-    """Return the keys of several bindings: first each binding's first key, then each one's second key. Ctrl+r becomes `^r`."""
+    """Return the keys of several bindings: first each binding's first key, then each one's second key. Ctrl+r becomes `^r`. names:
+    the bindings' ids. chosen: the user's own keys, by binding id.
+    """
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
     ordered = [key for row in zip_longest(*keys) for key in row if key is not None]
@@ -241,7 +247,9 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """Return the search results: keys whose name, section or description contains `wanted`, and sentences that contain `wanted`."""
+    """Return the search results: keys whose name, section or description contains `wanted`, and sentences that contain `wanted`.
+    places, explained: the sections and explanations of the help.
+    """
     wanted = wanted.strip().lower()
     page = Text()
     for title, rows in places:

@@ -232,7 +232,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
 
 def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
-    """Return the columns that fit into `width` cells, and their widths. The last column, with the rules, gets all remaining cells.
+    """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name. The last
+    column, with the rules, gets all remaining cells.
 
     If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _LEAVE.
     """

@@ -57,7 +57,7 @@ def nodes_in_traceback(error: Exception) -> list[DOMNode]:
 def _close_once(
     screen: Screen[Result], dismiss: Callable[[Result | None], AwaitComplete], result: Result | None
 ) -> AwaitComplete:
-    """Dismiss a screen if it is the topmost one; otherwise do nothing."""
+    """Close a screen with a result, by Textual's method `dismiss`, if it is the topmost screen; otherwise do nothing."""
     if screen.is_active:
         return dismiss(result)
     return AwaitComplete()

@@ -225,7 +225,9 @@ class OptimiseScreen(ModalScreen[None]):
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Return whether x is in the visible part of the plot, whose centre is the point under the cursor."""
+        """Return whether x is in the visible part of the plot, whose centre is the point under the cursor. points: (bytes, drift)
+        of the whole front, in the units of the plot.
+        """
         if self.zoom == 1:
             return True
         width = (points[-1][0] - points[0][0]) / self.zoom

@@ -76,9 +76,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         check_path: Callable[[str, bool], None] = lambda path, for_export: None,
         source: Path | None = None,
     ) -> None:
-        """rules: number of rules in the recipe. drift: the current measurement. lost: returns the weights whose casts lose values,
-        or None while they are unknown. host, check_path: `Engine.host` and `Engine.check_path`. source: the model's path on this
-        machine.
+        """title: the name of the model. rules: number of rules in the recipe. drift: the current measurement. lost: returns the
+        weights whose casts lose values, or None while they are unknown. host: the machine on which the engine writes, or "" for
+        this one. check_path: asks the engine whether a path exists there. source: the model's path on this machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
@@ -233,7 +233,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._write_to(typed, Path(typed).expanduser(), taken)
 
     def _write_to(self, typed: str, path: Path, taken: bool) -> None:
-        """Close the window with the request to write. If the path exists, warn, and replace it only if Enter is pressed again."""
+        """Close the window with the request to write. If the path exists, warn, and replace it only if Enter is pressed again.
+        typed: the path as typed. taken: whether it exists.
+        """
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()
@@ -242,7 +244,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
 
 def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """Return the request to write a file of one of `KINDS`. drift: the current measurement, or None if there is none."""
+    """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file. drift: the current
+    measurement, or None if there is none.
+    """
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

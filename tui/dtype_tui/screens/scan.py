@@ -267,7 +267,9 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Map a score to 0 to 1 on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of it or less."""
+    """Return the place of a score, from 0 to 1, on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of
+    it or less.
+    """
     if math.isinf(score):
         return 1.0
     return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0

@@ -6,5 +6,5 @@ SCHEME = "ssh://"
 
 
 def is_address(model: str | None) -> bool:
-    """Return whether MODEL on the command line is the address of a model on another machine."""
+    """Return whether the command-line argument MODEL is the address of a model on another machine."""
     return model is not None and model.startswith(SCHEME)

@@ -25,7 +25,7 @@ WITH_PATHS = (*PATHS, "line")
 
 @dataclass(frozen=True)
 class Command:
-    """A command of the `:` line."""
+    """A command that the user can type in the `:` line, such as `cast` or `go`."""
 
     name: str
     action: str
@@ -70,7 +70,8 @@ def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
-    """Parse a line into a command and its arguments. The last argument is the rest of the line, including spaces.
+    """Parse a line into a command, which is one of `commands`, and its arguments. The last argument is the rest of the line,
+    including spaces.
 
     Raises UserError for an unknown command, and for too few or too many arguments.
     """
@@ -132,7 +133,9 @@ class Completer:
 
 
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
-    """Complete dotted names up to the next dot: `model.la` gives `model.layers`, and `model.layers.` gives its children."""
+    """Return completions of a dotted name up to the next dot: `model.la` gives `model.layers`, and `model.layers.` gives its
+    children.
+    """
     length = len(begun)
     parts: dict[str, None] = {}
     for name in names:
@@ -147,8 +150,8 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
-    """Return paths that begin with `begun`. Folders end in a slash. Hidden files are omitted unless the last part of `begun` begins
-    with a dot.
+    """Return the paths, or with `only_folders` only the folders, that begin with `begun`. Folders end in a slash. Hidden files are
+    omitted unless the last part of `begun` begins with a dot.
     """
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]

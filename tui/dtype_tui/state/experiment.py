@@ -45,7 +45,7 @@ class ModelFacts:
     inputs: str = ""
     """A description of the inputs that the model runs on."""
     inputs_summary: InputsSummary | None = None
-    """A summary of the inputs, or None until the engine has prepared them."""
+    """What the inputs of each call are, or None until the engine has prepared them."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     live: bool = False
@@ -230,7 +230,7 @@ class Experiment:
                 self._take_result(event)
 
     def _take_result(self, event: events.Event) -> None:
-        """Store a result of the current recipe."""
+        """Store the result in an event that belongs to the current recipe."""
         results = self.results
         match event:
             case events.CastDone():
@@ -290,7 +290,9 @@ class Experiment:
 
     @property
     def why_scan_is_stale(self) -> str:
-        """Why the scan does not apply to the current inputs and settings, or "" if it does; see `ScanState.why_stale`."""
+        """Why the scan does not apply to the current inputs and settings, such as `the inputs differ from those of the scan`, or ""
+        if it does.
+        """
         return self.scan.why_stale(self.model.inputs, self.settings)
 
     def predicted(self) -> str:

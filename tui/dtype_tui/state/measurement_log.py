@@ -23,7 +23,7 @@ class MeasuredRecipe:
     recipe: Recipe
     settings: RunSettings
     inputs: str
-    """A description of the inputs."""
+    """A description of the inputs on which the recipe was measured."""
     planned_bytes: int
     output: OutputDrift
     extent: Extent
@@ -43,7 +43,9 @@ class MeasuredRecipe:
 
     @property
     def kl_error(self) -> float | None:
-        """Standard error in nats of the mean KL in `output`, taken as an estimate for all inputs. None if unknown."""
+        """The standard error, in nats, of the mean KL in `output` as an estimate of the mean KL over all inputs. None if
+        unknown.
+        """
         mean, error = self.output.kl_mean, self.extent.kl_error
         if self.extent.whole:
             return self.output.kl_mean_se
@@ -86,7 +88,7 @@ class ModuleLog:
 
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
-    """Convert a drift report to an entry of the history."""
+    """Return a drift report as an entry of the history. planned_bytes: the size of the model under the recipe."""
     lost = severe(report.lost)
     return MeasuredRecipe(
         recipe,

@@ -58,9 +58,9 @@ class ScanState:
     version: int = 0
     """A number that increases with every change that the screen may have to show."""
     nodes: dict[str, float] = field(default_factory=dict)
-    """Scores by node name, for the dtype in `dtype`."""
+    """The sum of the scores of all weights at or below each node, by node name, for the dtype in `dtype`."""
     scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
-    """Scores by (weight, dtype)."""
+    """The score of each (weight, dtype): the drift if only this weight is cast to this dtype."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 
     def set_report(self, tree: Tree, report: ScanReport, finished: bool) -> None:
@@ -165,7 +165,8 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """Return (score as text, bar, heat) of a node for the dtype shown. The heat is a number from 0 to 1; see `heat`.
+        """Return (score as text, bar, heat) of a node for the dtype shown. The heat is a number from 0 to 1; 1 for the score of the
+        whole model.
 
         Without a score, both texts are "" and the heat is 0.
         """

@@ -40,7 +40,9 @@ class SessionSaver:
         self.say: Callable[[str], None] = lambda trouble: None
 
     def update(self, experiment: Experiment, cursor: str) -> None:
-        """Save the current state if it has changed since the last save. Called several times a second; cheap without a change."""
+        """Save the current state if it has changed since the last save. cursor: the node under the cursor. Called several times a
+        second; cheap without a change.
+        """
         recipes, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(

@@ -99,7 +99,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 
 def newest_session(model: str | None = None) -> SavedSession:
-    """Return the session that was saved last, or with `model` (MODEL as on the command line) the last one of that model.
+    """Return the session that was saved last or, if `model` (the command-line argument MODEL) is given, the last one of that model.
 
     Raises UserError if there is none, or if no model is given and the newest session can't be read.
     """
@@ -319,7 +319,7 @@ def _rules(recipe: Recipe) -> list[str]:
 
 
 def _recipe(rules: list[str]) -> Recipe:
-    """Parse rules. Raises UserError for a rule that can't be parsed."""
+    """Return the recipe with these rules, written as `PATTERN=DTYPE`. Raises UserError for a rule that can't be parsed."""
     return Recipe.of(map(Rule.parse, rules))
 
 

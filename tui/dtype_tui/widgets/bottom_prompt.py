@@ -56,11 +56,11 @@ class BottomPrompt(Vertical):
         yield Static(id=f"{self.id}-hint", markup=False)
 
     def typed(self, line: str) -> None:
-        """Handle the text. Called whenever the user has changed it."""
+        """Handle the text `line` of the input line. Called whenever the user has changed it."""
         raise NotImplementedError
 
     def entered(self, line: str) -> Awaitable[None] | None:
-        """Handle the text that the user confirms with Enter."""
+        """Handle the text `line` that the user confirms with Enter."""
         raise NotImplementedError
 
     @property
@@ -68,7 +68,8 @@ class BottomPrompt(Vertical):
         return self.has_class("open")
 
     def show_with(self, text: str, select: bool = False) -> None:
-        """Show the prompt with `text` in its line, and focus the line. select: as in `LineInput.put`.
+        """Show the prompt with `text` in its line, and focus the line. select: whether to select the text, so that typing replaces
+        it.
 
         Another open prompt is closed first. Two open prompts would be in the same place, and closing one would return the focus to
         the other.

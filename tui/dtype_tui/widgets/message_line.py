@@ -50,7 +50,9 @@ class MessageLine(Static):
             self.display = said is not None
 
     def _fitted(self, words: str, width: int) -> str:
-        """Set the widget's height to the lines that the words need in `width` cells, truncating the words after _MOST_LINES."""
+        """Set the widget's height to the lines that the words need in `width` cells, and return the words, truncated after
+        _MOST_LINES lines.
+        """
         lines = textwrap.wrap(words, width)
         if len(lines) > _MOST_LINES:
             words = " ".join(lines[:_MOST_LINES])[: -len(_MORE)] + _MORE

@@ -138,7 +138,9 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
 
     def next_match(self, step: int) -> bool:
-        """Go to the next or previous node that matches the filter. Returns False if no node matches the filter."""
+        """Go to the next (step > 0) or previous (step < 0) node that matches the filter. Returns False if no node matches the
+        filter.
+        """
         indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set]
         if not indices:
             return False
@@ -166,7 +168,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return self.rows[self.cursor]
 
     def move_to(self, index: int) -> None:
-        """Put the cursor on a row. Repaint only the cursor's old line and its new line."""
+        """Put the cursor on the row with this index. Repaint only the cursor's old line and its new line."""
         index = max(0, min(index, len(self.rows) - 1))
         if index == self.cursor:
             return
@@ -250,7 +252,8 @@ class ModuleTree(ScrollView, can_focus=True):
         self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < depth), 0))
 
     def action_next_cast(self, step: int) -> None:
-        """Go to the next or previous node that `cast_nodes` returns, in the model's order.
+        """Go to the next (step > 0) or previous (step < 0) node whose castable tensors are all planned in another dtype than
+        stored.
 
         After the last node comes the first, and before the first comes the last.
         """

@@ -90,7 +90,9 @@ class CastPrompt(BottomPrompt):
         self.field.put(self._rule_text)
 
     def _complete(self, step: int) -> bool:
-        """Complete the dtype's name after `=`, or show the next possible completion. Returns False if nothing can be completed."""
+        """Complete the dtype's name after `=`, or show the next (step > 0) or previous possible completion. Returns False if
+        nothing can be completed.
+        """
         pattern, equals, begun = self.field.value.rpartition("=")
         if self.field.value == self._completion and len(self._completions) > 1:
             index = (self._completions.index(begun) + step) % len(self._completions)
@@ -149,7 +151,7 @@ def _is_target(text: str) -> bool:
 
 
 def preview_words(preview: Preview) -> str:
-    """Describe a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
+    """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
         if preview.uncastable_count:
             return f"casts nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"

@@ -54,8 +54,8 @@ def status_line(
 ) -> Text:
     """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
 
-    If there is room, the model, its class and its device follow at the right end. doing: the result of
-    `EngineLife.current_activity`. idle: the words to show while the engine is idle.
+    If there is room, the model, its class and its device follow at the right end. doing: what the engine is doing, or "" if idle;
+    the share (0 to 1) of it that is done; and what Esc does now. idle: the words to show while the engine is idle.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")

@@ -59,7 +59,9 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]:
-    """Return the rows of all nodes that are visible because every node above them is open. order: one of `ORDERS`."""
+    """Return the rows of all nodes that are visible because every node above them is open. opened: the names of the open nodes.
+    order: one of `ORDERS`.
+    """
     rows: list[Row] = []
     stack: list[tuple[Module, int]] = [(experiment.tree.root, 0)]
     while stack:

@@ -57,8 +57,8 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings.
 
-    against: the source checkpoint, which should have the same tensors. values: whether to read also the values of all tensors.
-    Raises UserError if a file can't be read.
+    title, against_title: the names of both checkpoints in the report. against: the source checkpoint, which should have the same
+    tensors. values: whether to read also the values of all tensors. Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
     tensors, config = checkpoint.foreign, checkpoint.config or {}
@@ -98,7 +98,9 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that only the architecture has, and for each that only the checkpoint's files have."""
+    """Return a finding for each tensor that only the architecture has, and for each that only the checkpoint's files have. model:
+    the name of the model class, for the findings.
+    """
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
     unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
     return (*missing, *unused)
@@ -138,7 +140,9 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of scale tensors that were read, and one finding for each scale tensor that holds invalid scales."""
+    """Return the number of scale tensors that were read, and one finding for each scale tensor that holds invalid scales. weights:
+    the weights that other programs quantised.
+    """
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
     for weight in weights:
@@ -169,8 +173,9 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
 
 
 def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ. broken: modules with an
-    earlier finding. They are skipped, because the earlier finding already explains such a difference.
+    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ. weights: the weights
+    that other programs quantised. broken: modules with an earlier finding. They are skipped, because the earlier finding already
+    explains such a difference.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -205,7 +210,9 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
 
 
 def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if no weight has config.json's dtype, and for each 16-bit tensor that the architecture keeps in float32."""
+    """Yield a finding if no weight has config.json's dtype, and for each 16-bit tensor that the architecture keeps in float32.
+    plain: the unquantised floating-point tensors, by name. config: the content of config.json.
+    """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
     stored = Counter(tensor.dtype for tensor in plain.values())
@@ -264,7 +271,9 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
 def _against(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield findings for the differences from the source, `against`: tensors that only one of the two has, and unequal shapes."""
+    """Yield findings for the differences from the source, `against`: tensors that only one of the two has, and unequal shapes.
+    weights: the weights that other programs quantised. parts: the names of all tensors that belong to them.
+    """
     of_weights = {_weight_name(weight) for weight in weights} | checkpoint.quantized.keys()
     source = {_weight_name(weight) for weight in packed_weights(against.foreign)}
     theirs = names_of_parts(packed_weights(against.foreign), against.foreign)

@@ -110,7 +110,9 @@ def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
 
 
 def find_misshapen(tensors: Tensors, weights: list[PackedWeight], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield findings for scales, zero points and other tensors of quantised weights whose shapes do not match the codes."""
+    """Yield findings for scales, zero points and other tensors of quantised weights whose shapes do not match the codes. config:
+    the content of config.json.
+    """
     for weight in weights:
         codes, scale = tensors[weight.codes], tensors[weight.scale]
         expected = _scale_shapes(weight, codes.shape, scale.shape, tensors, config)
@@ -143,7 +145,9 @@ def _declared_block(config: Mapping[str, Any]) -> tuple[int, int]:
 def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
-    """Return all shapes that the scales of a weight may have, or () if the weight's quantisation layout does not determine them."""
+    """Return all shapes that the scales of a weight may have, or () if the weight's quantisation layout does not determine them.
+    codes, scale: the shapes of the codes and of the scales in the file.
+    """
     if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
         return ()  # these are in the order of the tensor cores, and padded
     layout, held, block = weight.layout, tensors[weight.codes].dtype, _declared_block(config)
@@ -188,8 +192,8 @@ def _scale_shapes(
 
 
 def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Return the shape of the scales of a weight in GPTQ, which packs codes along the inputs, or in AWQ, which packs codes along
-    the outputs.
+    """Return the shape that the scales of a GPTQ or AWQ weight must have, given the shape of the codes. GPTQ packs codes along the
+    inputs, AWQ along the outputs. Returns () if the configuration does not give bits and group size.
     """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
@@ -203,7 +207,9 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix, expected shape) for a weight's tensors other than codes and scales, if their shape is known."""
+    """Yield (suffix, expected shape) for a weight's tensors other than codes and scales, if their shape is known. codes, scale: the
+    shapes of the codes and of the scales in the file.
+    """
     if weight.layout is MLX:
         yield "biases", scale
         yield "qbiases", scale

@@ -29,14 +29,18 @@ class ScaleCounts:
     negative: int = 0
 
     def text(self, elements: int) -> str:
-        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all counts are 0."""
+        """Return the counts in words, as in `holds 128 scales, of which 3 are NaN and 1 is zero`, or "" if all counts are 0.
+        elements: the total number of scales.
+        """
         named = {"NaN": self.nan, "infinite": self.infinite, "zero": self.zero, "negative": self.negative}
         parts = [f"{count:,} {'is' if count == 1 else 'are'} {name}" for name, count in named.items() if count]
         return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""
 
 
 def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
-    """Yield the bytes of a range of a file in pieces. Raises UserError if the file can't be read or is too short."""
+    """Yield the bytes of a range of a file in pieces. Raises UserError if the file can't be read or is too short. nbytes: the size
+    of a piece.
+    """
     with reading(where.file), open_regular(where.file) as file:
         file.seek(where.start)
         left = where.nbytes
@@ -49,7 +53,8 @@ def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
 
 
 def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | None:
-    """Count the NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read as values.
+    """Return the numbers of NaN, infinite, zero and negative scales of a tensor. Returns None if the tensor's bytes can't be read
+    as values.
 
     exponents: whether each byte is a power of two's exponent (E8M0). The byte 255 then means NaN.
     """

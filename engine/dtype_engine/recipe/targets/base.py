@@ -63,7 +63,7 @@ class Unsupported:
     instead: str
     """The dtype that the target gives the tensors instead of the planned dtype."""
     tensors: tuple[str, ...]
-    """Canonical names of the tensors."""
+    """Canonical names of the tensors that differ from the plan."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,11 @@ class Target:
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
-    """Compile a tool's regular expression. `.` does not match a line break in it, although it does in this program's own patterns.
+    """Compile a tool's regular expression `source` to a function that matches names. `.` does not match a line break in it,
+    although it does in this program's own patterns.
 
-    Raises PatternError.
+    pattern: the whole pattern, for messages. kind: how much of a name must match: all of it, its beginning, or any part. Raises
+    PatternError.
     """
     return compile_regex(source, pattern, kind, dotall=False)
 
@@ -171,7 +173,8 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Find the weights that a tool can quantise as planned, and the tensors to which it can't give their planned dtype.
+    """Return the weights that the tool named `tool` can quantise as planned, and the tensors to which it can't give their planned
+    dtype.
 
     The tool quantises the `weight` of modules of the classes `kinds` to the dtypes `formats`, and loads everything else in one
     dtype. by_transformers: whether transformers loads the model, which keeps modules in float32 if the model's code requires this.
@@ -218,7 +221,9 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Return why a tool can't quantise a tensor to `dtype`, or None if it can."""
+    """Return why a tool can't quantise a tensor to `dtype`, or None if it can. tool: its name. formats: the dtypes to which it
+    quantises. kinds: the module classes whose weights it quantises.
+    """
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
         return f"{tool} quantises the parameters named 'weight' only"
@@ -240,7 +245,7 @@ def _refusal(
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
     """Return the compute dtype (such as bfloat16) of most elements under the plan. If no tensor is planned in a compute dtype,
-    return that of most elements as stored.
+    return that of most elements as stored. planned: dtypes by tensor name.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
@@ -263,7 +268,9 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Map the names of modules of these classes to the canonical names of their castable weights."""
+    """Return a mapping from the names of modules of these classes to the canonical names of their castable weights. kinds: names of
+    the classes.
+    """
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")
@@ -273,12 +280,14 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """Return a function for `Target.matchable`, for a tool that quantises only the weights of modules of these classes."""
+    """Return a function for `Target.matchable`, for a tool that quantises only the weights of modules of these classes. kinds:
+    names of the classes.
+    """
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 
 def loading_note(base: str) -> str:
-    """Return a note that says in which dtype the model must be loaded."""
+    """Return a note that says that the model must be loaded in the dtype `base`."""
     return f"load the model in {base}, the planned dtype of everything that is not listed"
 
 

@@ -54,7 +54,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return the modules whose class diffusers casts as a whole, each with the names of its castable tensors."""
+    """Return a mapping from the name of each module whose class diffusers casts as a whole to the names of its castable tensors."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -80,7 +80,8 @@ def _planned(context: Context, tensor: str) -> str:
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
     """Return a pair of dtypes, one for storing weights and one for computing.
 
-    With this pair, the fewest elements deviate from their planned dtype.
+    With this pair, the fewest elements deviate from their planned dtype. leaves: the names of the castable tensors in each module
+    that diffusers casts as a whole.
     """
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
@@ -98,7 +99,9 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
 
 
 def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
-    """Return the modules to cast to `storage`: those in which the plan has more elements in `storage` than in `base`."""
+    """Return the modules to cast to `storage`: those in which the plan has more elements in `storage` than in `base`. leaves: the
+    names of the castable tensors in each module that diffusers casts as a whole.
+    """
     if storage == base:
         return set()
     cast: set[str] = set()
@@ -115,7 +118,9 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
 def _outcome(
     context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
 ) -> dict[str, str]:
-    """Return each tensor's dtype, by canonical name, if diffusers stores the modules `cast` in `storage` and the rest in `base`."""
+    """Return each tensor's dtype, by canonical name, if diffusers stores the modules `cast` in `storage` and the rest in `base`.
+    leaves: the names of the castable tensors in each module that diffusers casts as a whole.
+    """
     outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
     for leaf in cast:
         outcome.update(dict.fromkeys(leaves[leaf], storage))
@@ -143,7 +148,9 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return few module names that together cover all modules not to be cast: the topmost modules with no cast module inside."""
+    """Return few module names that together cover all modules not to be cast: the topmost modules with no cast module inside.
+    leaves: maps the modules that diffusers casts as a whole to their tensors. cast: the leaves that are to be cast.
+    """
     holding: set[str] = set()
     for leaf in cast:
         holding.update((leaf, *ancestors(leaf)))
@@ -156,7 +163,8 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
-    """Return Python code that casts the model. If no module is skipped, the code passes `()`.
+    """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
+    `patterns` match. notes: comments for the top. If no module is skipped, the code passes `()`.
 
     It can't pass None, because diffusers would then cast the model as a whole.
     """

@@ -108,7 +108,9 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantise a tensor: a matrix named `weight` whose name `_KEPT` does not match."""
+    """Return whether llama-quantize can quantise a tensor: a matrix named `weight` whose name `_KEPT` does not match. infos: the
+    model's tensors that the GGUF tensor `name` packs.
+    """
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
 
@@ -128,8 +130,8 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
 def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
     """Return a function that maps a module's name in transformers to its name in GGUF.
 
-    Both names are without `.weight`. blocks: the number of layers that the map must cover. Raises UserError if the gguf package
-    does not know the architecture.
+    Both names are without `.weight`. title: the name of the model, for errors. model_type: the one in config.json. blocks: the
+    number of layers that the map must cover. Raises UserError if the gguf package does not know the architecture.
     """
     import gguf
 
@@ -146,7 +148,8 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor.
+    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor. lookup: returns the GGUF name of a module's
+    name, or None.
 
     A tensor in which transformers packs a gate projection and an up projection has two GGUF names.
     """

@@ -65,7 +65,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _config(dtype: str) -> dict[str, Any]:
-    """Return the attributes of a weight quantizer for a dtype."""
+    """Return the attributes, as in a `quant_cfg`, of a weight quantizer for a dtype."""
     row = dtypes.BY_NAME[dtype]
     bits: int | list[int] = row.bits if row.kind == "int" else [row.exponent, row.mantissa]
     blocks = row.blocks

@@ -21,7 +21,7 @@ Product = tuple[Choice, ...]
 
 
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
-    """Return products that together match all names in `wanted` and no other name in `universe`."""
+    """Return patterns (`Product`) that together match all names in `wanted` and no other name in `universe`."""
     names = list(dict.fromkeys(wanted))
     covered: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
     longest = max(map(len, covered), default=0)
@@ -39,7 +39,9 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Merge patterns that differ only in component `index`, if it has only numbers (`numbers` is True) or no numbers (False)."""
+    """Return the patterns after merging those that differ only in component `index`, if it has only numbers (`numbers` is True) or
+    no numbers (False).
+    """
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
     for product in unmerged:
@@ -57,7 +59,9 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Replace each list of numbers in a pattern by "any number", unless the pattern would then match one of the names `others`."""
+    """Return a pattern in which each list of numbers is replaced by "any number", unless the pattern would then match one of the
+    names `others`.
+    """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:index], None, *product[index + 1 :])

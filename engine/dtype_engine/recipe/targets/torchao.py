@@ -88,12 +88,16 @@ def convert(context: Context) -> Conversion:
 
 
 def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
-    """Return the names that patterns must match. For NVFP4, torchao matches module names, not parameter names (pytorch/ao#3252)."""
+    """Return the names that patterns must match. For NVFP4, torchao matches module names, not parameter names (pytorch/ao#3252).
+    dtype: the dtype of all these weights.
+    """
     return [name.rpartition(".")[0] if dtype == "nvfp4" else name for name in names]
 
 
 def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
-    """Return why torchao can't quantise this module's weight to `dtype`, or None if it can."""
+    """Return why torchao can't quantise this module's weight to `dtype`, or None if it can. quantised_inputs: whether activations
+    are quantised, too.
+    """
     if dtype in BLOCKS and module.class_name != "Linear":
         return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
     if dtype in SCALING and not quantised_inputs:

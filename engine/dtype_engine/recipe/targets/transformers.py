@@ -74,8 +74,8 @@ def matchable(context: Context) -> frozenset[str]:
 
 
 def match(context: Context, pattern: str) -> Match:
-    """Match as the option `modules_to_not_convert` of transformers does: the pattern matches from the start of the name to the end
-    of one of its parts, or as a suffix of the name.
+    """Return the tensors that a pattern matches in the option `modules_to_not_convert` of transformers: it matches from the start
+    of a name to the end of one of its parts, or is a suffix of the name.
     """
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")

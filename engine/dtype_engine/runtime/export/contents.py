@@ -49,7 +49,7 @@ class SharedScale:
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """The scale for the inputs of a layer."""
+    """NVFP4's scale for quantising the inputs of a layer, which the export stores."""
 
     value: float | None = None
     """The scale, or None until the model has run on calibration inputs."""
@@ -94,7 +94,9 @@ class ExportTensor:
     quantized: Callable[[], Quantized] | None = None
     """A function that returns codes and scales which can be written as they are, or None if they must be computed."""
     byte_range: ByteRange | None = None
-    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged in a row."""
+    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged and
+    contiguously.
+    """
     shared: SharedScale | None = None
     """The scale that this weight shares with weights fused or packed together with it, or None if it has a scale of its own."""
     quantised_inputs: bool = False
@@ -121,13 +123,13 @@ class ExportTensor:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of data and scales."""
+        """The number of bytes of all tensors that hold this weight in the file."""
         return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything about an export except its folder."""
+    """Everything about an export except the folder to which it is written."""
 
     title: str
     items: tuple[ExportTensor, ...]

@@ -1,4 +1,4 @@
-"""Writing an export from start to end."""
+"""Writes an export: decides the files of each folder, writes them, and puts the finished folder in its place."""
 
 from __future__ import annotations
 
@@ -117,7 +117,8 @@ def export(
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
     """Return the metadata of a weights file: the source's metadata, the dtype of each weight with scales, and for each omitted name
-    of a tied weight the name under which the weight is written.
+    of a tied weight the name under which the weight is written. items: the weights in the file. tied: maps each omitted name to the
+    written one.
     """
     names = {item.name for item in items}
     rest = {
@@ -174,7 +175,7 @@ def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """Return the paths of all weights files, relative to the export."""
+    """Return the paths of all weights files, relative to the export. files: those of each folder with weights."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

@@ -157,8 +157,8 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files of the top folder whose names match a pattern. The files of component folders are collected by
-        `everything` and `without_weights`.
+        """Collect the files of the top folder whose names match one of `patterns`. `folders` are the names of component folders,
+        whose files are collected by `everything` and `without_weights`.
         """
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
@@ -169,11 +169,13 @@ class _FolderCopy:
                 self.left_out.append(entry.name)
 
     def everything(self, name: str) -> bool:
-        """Collect all files of a component's folder. Returns whether any of these files holds weights."""
+        """Collect all files of the folder of the component `name`. Returns whether any of these files holds weights."""
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files, except its weights in any file format, which the export replaces."""
+        """Collect a component's files, except its weights in any file format, which the export replaces. with_config: whether to
+        copy its config.json, too.
+        """
         written = {file.name for file in component.files}
         self.other_weights += [
             f"{component.name}/{entry.name}"

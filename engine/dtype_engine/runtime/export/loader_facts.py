@@ -59,7 +59,7 @@ _LAYERS = {
     "pack-quantized": LoaderFacts(Outcome.SAME, _ANY, Outcome.BFLOAT16, ("bfloat16",)),
     "fp8": _ALWAYS_SAME,
 }
-"""The facts about linear layers, keyed by the layout of their weights."""
+"""What transformers loads for linear layers, keyed by the layout of their weights."""
 _ZERO_POINTS = LoaderFacts(Outcome.FAILS_TO_LOAD, (), Outcome.BFLOAT16, ("bfloat16",))
 _WIDENED_EXPERTS = LoaderFacts(Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",), Outcome.COMPUTED_IN_BFLOAT16, ("bfloat16",))
 """The facts about experts in formats with a scale for each block. transformers dequantizes such experts when it packs them into one
@@ -93,7 +93,9 @@ def _one_format(formats: Collection[str]) -> bool:
 
 
 def loader_facts(dtype: str, expert: bool) -> LoaderFacts:
-    """Return the facts about one kind of weight."""
+    """Return what transformers' `from_pretrained` loads for weights in the format `dtype`. expert: whether the weights belong to
+    experts.
+    """
     name, blocks = layout(dtype), dtypes.BY_NAME[dtype].blocks
     if expert:
         return _ALWAYS_SAME if blocks is None or name == "fp8" else _WIDENED_EXPERTS

@@ -24,7 +24,9 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
 
 
 def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return notices of the tensors that stay as stored because no rule can cast them, with the reasons."""
+    """Return notices of the tensors that stay as stored because no rule can cast them, with the reasons. placements: the model's
+    tensor into which each tensor of the files is loaded.
+    """
     unplaced, fixed = [], []
     for item in items:
         placement = placements.get(item.name)
@@ -49,7 +51,9 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that the further names of tied weights are only in the files' metadata, not written as tensors."""
+    """Return a notice that the further names of tied weights are only in the files' metadata, not written as tensors. tied: maps
+    each of them to the name that is written.
+    """
     if not tied:
         return ()
     name, first = next(iter(tied.items()))

@@ -41,10 +41,11 @@ _NONE: Mapping[str, float] = {}
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """Plan the export of a checkpoint under a recipe and the settings in `options`. Only file headers are read, no weights.
+    """Return the plan for the export of a checkpoint under a recipe and the settings in `options`. Only file headers are read, no
+    weights.
 
-    If the architecture is known, it is built without data to find module classes and tied weights. Raises UserError for a rule that
-    matches nothing and for a weight that can't be stored in its planned dtype.
+    title: the name of the model. If the architecture is known, it is built without data to find module classes and tied weights.
+    Raises UserError for a rule that matches nothing and for a weight that can't be stored in its planned dtype.
     """
     options = options or Options()
     source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
@@ -62,10 +63,12 @@ def of_live(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan the export of an open model in its current dtypes and under the settings with which it ran. If the model comes from a
-    checkpoint, the export uses the tensor names of the checkpoint's files. For any other model, it uses the names in the module.
+    """Return the plan for the export of an open model in its current dtypes and under the settings with which it ran. If the model
+    comes from a checkpoint, the export uses the tensor names of the checkpoint's files. For any other model, it uses the names in
+    the module.
 
-    input_ranges: the largest |value| of the inputs of each weight, keyed by weight name. Raises UserError.
+    planned: the current dtype of each tensor. input_ranges: the largest |value| of the inputs of each weight, keyed by weight name.
+    Raises UserError.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -97,7 +100,7 @@ def of_live(
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
     """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists and, if `coverage` is known,
-    tensors of the model.
+    tensors of the model. class_name: the class that `coverage` refers to.
     """
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = what_is_missing(checkpoint.index, coverage, class_name, prefix)
@@ -116,8 +119,9 @@ def _placed_contents(
     settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
-    """Plan how each tensor of the checkpoint is exported: in the planned dtype of the model's tensor into which it is loaded (see
-    `placements`), or as stored if the model does not use it. Raises UserError.
+    """Return how each tensor of the checkpoint is exported: in the planned dtype of the model's tensor into which it is loaded
+    (`placements`), or as stored if the model does not use it. Raises UserError. planned: dtypes of the model's tensors.
+    input_ranges: the largest |value| of the inputs of each weight.
     """
     items: list[ExportTensor] = []
     linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
@@ -205,8 +209,9 @@ def _item(
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Return whether other programs load this tensor of the files as a linear layer's weight. It must be an `nn.Linear`'s weight
-    with the same name in the model, or belong to an expert that loading packs with others.
+    """Return whether other programs load the tensor `name` of the files, with this shape, as a linear layer's weight. It must be an
+    `nn.Linear`'s weight with the same name in the model, or belong to an expert that loading packs with others. info: the model's
+    tensor into which it is loaded.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -218,7 +223,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
     """Return whether other programs can read a linear layer's weight in this dtype. They can't if the last block of a row would be
-    incomplete.
+    incomplete. shape: that of the weight.
     """
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False

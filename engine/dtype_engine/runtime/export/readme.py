@@ -31,7 +31,9 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
-    """Return the text of the README. name: the folder name. lost: the weights in which a cast loses values (see `ValueLoss`)."""
+    """Return the text of the README. name: the folder name. sums: the number of tensors and bytes in each dtype. lost: the weights
+    in which a cast loses values (see `ValueLoss`).
+    """
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [
         f"# {escaped(name)}",
@@ -57,7 +59,9 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """Return the section on loading an export that is a transformers model, or weights without a configuration."""
+    """Return the section on loading an export that is a transformers model, or weights without a configuration. name: the folder
+    name.
+    """
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
     if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):

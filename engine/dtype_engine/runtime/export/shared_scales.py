@@ -38,7 +38,7 @@ def with_packed_scales(
 ) -> list[ExportTensor]:
     """Return the items (the weights to export) with `packed_into` set for those that loading packs into one weight. If the packed
     weight has one scale for several of them, they get a common scale. Raises UserError if an item's own codes and scales would
-    differ from those in the packed weight.
+    differ from those in the packed weight. placements: the model's tensor into which each tensor of the files is loaded.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]

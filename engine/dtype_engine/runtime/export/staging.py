@@ -78,7 +78,9 @@ def _sync_all(folder: Path) -> None:
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:
-    """Rename the stage to the target. An export to be replaced is moved aside as a whole first, so it is never partly deleted."""
+    """Rename the stage to the target. An export to be replaced is moved aside as a whole first, so it is never partly deleted.
+    force: whether to replace an existing folder.
+    """
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return

@@ -79,7 +79,7 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple
     """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
-    name within a dtype.
+    name within a dtype. metadata: texts by key, for the header.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -107,8 +107,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    lost: a list to which the weights whose casts lose values are added, in any order (see `ValueLoss`). If None, losses are not
-    counted. Raises Cancelled, UserError and OSError.
+    metadata: texts by key, for the header. lost: a list to which the weights whose casts lose values are added, in any order (see
+    `ValueLoss`). If None, losses are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -182,7 +182,9 @@ def _write_values(
 def _write_tensor(
     values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None = None
 ) -> None:
-    """Write values cast to `dtype`, a block at a time. Since casts are elementwise, the block size does not change the result."""
+    """Write values cast to `dtype`, a block at a time, from the file offset `at` on. counter: counts the values that the casts
+    lose, if given. Since casts are elementwise, the block size does not change the result.
+    """
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
         return
@@ -211,7 +213,9 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code. Returns the scales."""
+    """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code, from the file offset `at` on. counter:
+    counts the values that are lost, if given. Returns the scales.
+    """
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
@@ -233,7 +237,9 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a block format and write it: packed codes chunk by chunk, then scales and the format's other tensors."""
+    """Quantize a tensor to a block format and write it: packed codes chunk by chunk, then scales and the format's other tensors.
+    offsets: where each of these tensors begins in the file. counter: counts the values that are lost, if given.
+    """
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
     packing = element.blocks.packing
@@ -254,7 +260,9 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
-    """Copy the bytes of a tensor from one file to another. Raises Cancelled, UserError and OSError."""
+    """Copy the bytes of a tensor from one file to another. Raises Cancelled, UserError and OSError. at: the offset in the target
+    file.
+    """
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:

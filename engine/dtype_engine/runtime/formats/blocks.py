@@ -60,8 +60,9 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize rows of any float dtype. Only finite values determine the scales. An infinity becomes the largest code. NaN
-        stays NaN if the element type has NaN, and becomes 0 otherwise.
+        """Quantize some rows of the weight, of any float dtype, and return them as a chunk. first, first_scale: the index of the
+        first row in the weight, and of its row of scales. Only finite values determine the scales. An infinity becomes the largest
+        code. NaN stays NaN if the element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)
@@ -93,7 +94,7 @@ class BlockWork:
         return out[:rows, : self.width]
 
     def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        """View a matrix [rows, width] as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
+        """Return a view of a matrix [rows, width] as blocks: [blocks down, rows of a block, blocks across, columns of a block]."""
         return values.view(-1, self.blocks.rows, values.shape[1] // self.blocks.columns, self.blocks.columns)
 
     def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:

@@ -39,14 +39,14 @@ def pack(codes: torch.Tensor, element: DType, packing: Packing) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor, width: int, element: DType, packing: Packing) -> torch.Tensor:
-    """Unpack codes: the inverse of `pack`. Returns the codes [rows, width]."""
+    """Return the codes [rows, width] that `pack` has packed."""
     if packing == "none":
         return packed
     return unpack_words(packed, width, element.bits) if packing == "words" else unpack_nibbles(packed, width)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """Pack e2m1 values, kept as float8_e4m3fn [rows, width], two to a byte.
+    """Pack e2m1 values, kept as float8_e4m3fn [rows, width], two to a byte. Returns uint8 [rows, bytes].
 
     The values 0.5, 1, 1.5, ... 6 are the bytes 0x30, 0x38, 0x3c, ... 0x4c in float8_e4m3fn. From 1 on, neighbouring bytes differ by
     4, while the e2m1 codes of these values, 2 to 7, differ by 1.
@@ -61,7 +61,7 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_nibbles(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Unpack e2m1 values: the inverse of `pack_nibbles`. Returns the values as float8_e4m3fn [rows, width]."""
+    """Return the e2m1 values that `pack_nibbles` has packed, as float8_e4m3fn [rows, width]."""
     nibbles = torch.stack((packed & 0xF, packed >> 4), dim=2).flatten(1)[:, :width]
     magnitude = nibbles & 7
     bits = torch.where(magnitude >= 2, (magnitude + 12) << 2, magnitude * 0x30) | ((nibbles & 8) << 4)
@@ -79,7 +79,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_words(packed: torch.Tensor, width: int, bits: int) -> torch.Tensor:
-    """Unpack codes: the inverse of `pack_words`. Returns int8 codes [rows, width]."""
+    """Return the int8 codes [rows, width] of `bits` bits each that `pack_words` has packed."""
     shifts = torch.arange(32 // bits, dtype=torch.int32, device=packed.device) * bits
     unsigned = (packed[:, :, None] >> shifts) & ((1 << bits) - 1)
     return (unsigned.flatten(1)[:, :width] - (1 << (bits - 1))).to(torch.int8)

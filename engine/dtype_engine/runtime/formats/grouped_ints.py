@@ -17,7 +17,7 @@ _EPSILON = torch.finfo(torch.bfloat16).eps
 
 
 def code_range(element: DType) -> tuple[int, int]:
-    """Return the smallest and the largest code."""
+    """Return the smallest and the largest code of the format."""
     return -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
 
 

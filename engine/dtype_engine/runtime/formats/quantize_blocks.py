@@ -61,7 +61,8 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None)
     """Return the codes of a weight, in its shape, as float8_e4m3fn or int8, and the scale of each block: float32 [blocks down,
     blocks across].
 
-    In a format with zero points, the zero point is subtracted from the codes. amax: as in `quantize_chunks`.
+    In a format with zero points, the zero point is subtracted from the codes. amax: the largest |value| of all tensors that share a
+    tensor scale with this one; if None, it does not share its scale.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -97,7 +98,8 @@ def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Convert the tensors with which a file stores a weight to codes and scales, in the form that `quantize_blocks` returns.
 
-    parts: these tensors, keyed by the suffixes that `core.block_formats.parts` lists.
+    parts: these tensors, keyed by the suffixes that `core.block_formats.parts` lists. shape, dtype: the weight's shape and block
+    format.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks
@@ -125,7 +127,8 @@ def scale_tensors(
 ) -> list[torch.Tensor]:
     """Return the tensors that a file stores for a weight in addition to its codes, in the order of `core.block_formats.parts`.
 
-    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none.
+    scales: the scales of all chunks, in row order. of_tensor: the scale of the whole tensor, or None if the format has none. shape,
+    dtype: the weight's shape and block format.
     """
     element = dtypes.BY_NAME[dtype]
     blocks = element.blocks

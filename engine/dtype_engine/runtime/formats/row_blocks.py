@@ -67,7 +67,9 @@ def chunk_elements(device: torch.device) -> int:
 
 
 def row_slices(rows: Rows | torch.Tensor) -> list[slice]:
-    """Divide a matrix by rows, or a flat tensor by elements, into slices of about `chunk_elements(device)` elements."""
+    """Return slices that divide a matrix by rows, or a flat tensor by elements, into pieces of about `chunk_elements(device)`
+    elements.
+    """
     count = rows.shape[0]
     step = max(1, chunk_elements(rows.device) // max(1, math.prod(rows.shape[1:])))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
@@ -140,7 +142,7 @@ def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
 
 
 def as_rows(tensor: torch.Tensor | Values) -> Rows:
-    """View a tensor of two or more dimensions as [channels, everything else], and any other tensor as [1, elements]."""
+    """Return a view of a tensor of two or more dimensions as [channels, everything else], and any other tensor as [1, elements]."""
     if len(tensor.shape) >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, tensor.numel())

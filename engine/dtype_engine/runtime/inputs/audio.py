@@ -120,7 +120,7 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
 
 
 def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
-    """Read an audio file, mix it to mono and resample it to `rate` hertz.
+    """Return the sound in an audio file, mixed to mono and resampled to `rate` hertz.
 
     Raises UserError for a file that can't be read, or whose header says more than the limits.
     """
@@ -147,8 +147,8 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """Resample a wave from `own_rate` to `rate` hertz as librosa and transformers do: with a low-pass filter against aliasing, to
-    ceil(samples * rate / own_rate) samples.
+    """Return a wave resampled from `own_rate` to `rate` hertz as librosa and transformers do: with a low-pass filter against
+    aliasing, to ceil(samples * rate / own_rate) samples.
     """
     if own_rate == rate:
         return wave
@@ -162,7 +162,7 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
 
 def synthetic_tone(rate: int) -> Wave:
     """Return a chord (220, 550 and 1320 Hz) whose volume swells five times, with a little noise. The result is the same in every
-    run.
+    run. rate: samples per second.
     """
     time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
@@ -180,7 +180,9 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the spectrogram shape in the configuration, or None if the model accepts samples or no shape is specified."""
+    """Return the spectrogram shape in the configuration, or None if the model accepts samples or no shape is specified. argument:
+    the name of the forward pass's audio argument.
+    """
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

@@ -82,9 +82,9 @@ class Inputs:
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Convert a user's value to inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple (positional
+    """Return a user's value as inputs. For one forward pass, the value is a mapping (keyword arguments), a tuple (positional
     arguments) or a single argument (a tensor, a packed sequence or a dataclass); for several, it is a list of these. Raises
-    UserError for anything else.
+    UserError for anything else. description: what the screen says about these inputs.
     """
     several = values if isinstance(values, list) else [values]
     batches = []

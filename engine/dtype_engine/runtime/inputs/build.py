@@ -111,7 +111,8 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """If the user set options that have no effect on inputs with pictures, add a note that lists them.
+    """Return the inputs of a model of pictures or audio, with a note that lists the options which the user set and which have no
+    effect on them.
 
     Such options (chat format, length and number of sequences) are no error, because they may come from a configuration file for all
     models.

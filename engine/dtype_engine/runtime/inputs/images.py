@@ -36,7 +36,7 @@ _PATCHES = 4
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One picture, ready for the model."""
+    """One picture as arguments of the forward pass, after the preprocessing for the model."""
 
     kwargs: dict[str, Any]
     """The arguments of the forward pass: `pixel_values`, and further arguments that describe the same picture."""
@@ -55,7 +55,7 @@ def picture_inputs(model: LiveModel, options: Options) -> Inputs:
 
 
 def described(pictures: list[Picture], options: Options) -> str:
-    """Describe all pictures in a few words."""
+    """Return a few words that describe all pictures."""
     if not options.images:
         return pictures[0].about
     return f"your picture {pictures[0].about}" if len(pictures) == 1 else f"{len(pictures)} of your pictures"
@@ -151,7 +151,7 @@ def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
 
 
 def synthetic_image(width: int, height: int) -> Image:
-    """Return a colour image of `synthetic_planes`, for an image processor."""
+    """Return a colour image of smooth waves, of `width` x `height` pixels, for an image processor."""
     from PIL import Image
 
     levels = (synthetic_planes(3, width, height) * 127.5 + 127.5).clamp(0, 255).to(torch.uint8)
@@ -159,7 +159,7 @@ def synthetic_image(width: int, height: int) -> Image:
 
 
 def open_picture(path: Path, limits: InputLimits) -> Image:
-    """Read an image file in colour. Raises UserError for a file that can't be read, or whose header says too many pixels."""
+    """Return the image in a file, in colour. Raises UserError for a file that can't be read, or whose header says too many pixels."""
     from PIL import Image, ImageOps
 
     try:
@@ -190,7 +190,9 @@ def _processed(model: LiveModel, processor: Any, image: Image, name: str, limits
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """Return an image as float32 [1, channels, height, width] from -1 to 1. Raises UserError for other than 1 or 3 channels."""
+    """Return an image as float32 [1, channels, height, width] from -1 to 1. count: the number of channels. Raises UserError unless
+    it is 1 or 3.
+    """
     from PIL import Image
 
     if count not in (1, 3):
@@ -217,7 +219,9 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """Return the number of frames in one input of a video model, or 0 for a model that processes single pictures."""
+    """Return the number of frames in one input of a video model, or 0 for a model that processes single pictures. vision: its
+    configuration. module: the model.
+    """
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0
 

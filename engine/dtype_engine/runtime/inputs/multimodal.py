@@ -101,13 +101,17 @@ def text_rows(
 
 
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
-    """Pair pictures with texts. The shorter of the two lists is repeated, so that every picture and every text is in a pair."""
+    """Return pairs of a picture and a text. The shorter of the two lists is repeated, so that every picture and every text is in a
+    pair.
+    """
     count = max(len(pictures), len(texts))
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
-    """Return inputs for a contrastive model: a single batch with all pictures and all texts."""
+    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: a phrase for each part of the
+    inputs so far, saying how it was created.
+    """
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given, options.limits)
     shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
@@ -124,7 +128,8 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
     """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The text has one image token
-    for each feature vector of the picture.
+    for each feature vector of the picture. made_of: a phrase for each part of the inputs so far, saying how it was created. token:
+    the image token's id.
     """
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
@@ -194,7 +199,8 @@ def _by_hand(
     model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
 ) -> tuple[dict[str, Any], str]:
     """Build the arguments for a picture and a prompt without the model's processor. Returns them and a phrase that says how the
-    text was created. The text has as many image tokens as the model computes feature vectors for the picture.
+    text was created. The text has as many image tokens as the model computes feature vectors for the picture. given: whether the
+    user provided it. token: the image token's id.
     """
     config = model.module.config
     names = parameters(model.module)

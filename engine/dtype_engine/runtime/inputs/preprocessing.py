@@ -56,7 +56,7 @@ def processor_of(model: LiveModel) -> Any:
 
 
 def no_tokenizer(model: LiveModel) -> str:
-    """Explain why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
+    """Return why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
     from transformers import AutoTokenizer
 
     try:
@@ -78,7 +78,9 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Return `load(folder, ...)` for the model's folder, or None if it has none of `files`. Raises one of `_FAILURES`."""
+    """Return `load(folder, ...)` for the model's folder, or None if it has none of the files with these names. Raises one of
+    `_FAILURES`.
+    """
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None
@@ -106,7 +108,9 @@ def vocabulary(model: LiveModel) -> int | None:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one."""
+    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one.
+    kwargs: these results, by name.
+    """
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}
     return {
@@ -116,7 +120,7 @@ def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_ids(model: LiveModel, rows: int, length: int) -> torch.Tensor:
-    """Draw token ids uniformly from the vocabulary: int64 [rows, length], the same in every run."""
+    """Return token ids drawn uniformly from the vocabulary: int64 [rows, length], the same in every run."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
 

@@ -13,7 +13,7 @@ _SHOWN = 160
 
 
 def summarize(inputs: Inputs) -> InputsSummary:
-    """Return a summary of all inputs."""
+    """Return the inputs as plain data: a description, their sources, and for each batch its text and the shapes of its tensors."""
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
     made_of = inputs.made_of or (f"given by {inputs.description}",)

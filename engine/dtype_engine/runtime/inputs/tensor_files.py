@@ -110,7 +110,7 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Divide named tensors among several forward passes if every name begins with a number. Otherwise, return all as one."""
+    """Return the named tensors of each forward pass: several if every name begins with the number of its pass, otherwise one."""
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}

@@ -170,8 +170,8 @@ def encoded(
 ) -> Iterator[tuple[torch.Tensor, str]]:
     """Yield each text as token ids, int64 [positions], and the text that was encoded, with the chat template applied.
 
-    Raises UserError for a text without tokens or over the limits, and for a conversation if there is no chat template or the
-    template fails. Raises NoForward for a tokenizer that can't be run within the limits.
+    title: the name of the model, for errors. Raises UserError for a text without tokens or over the limits, and for a conversation
+    if there is no chat template or the template fails. Raises NoForward for a tokenizer that can't be run within the limits.
     """
     texts = [sample.text for sample in samples]
     chats = [at for at, sample in enumerate(samples) if sample.messages or options.chat]
@@ -211,7 +211,9 @@ def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: Inp
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
-    """Return the texts to combine with pictures or audio, and whether the user provided them. Raises UserError."""
+    """Return the texts to combine with pictures or audio, and whether the user provided them. default: the texts if the user
+    provided none. Raises UserError.
+    """
     texts = []
     for sample in text_samples(options):
         if sample.messages:
@@ -221,7 +223,7 @@ def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], b
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
-    """Return a batch with a single sequence of token ids [positions] as the input."""
+    """Return a batch with a single sequence of token ids [positions] as the input. text: the same text, for display."""
     row = ids[None]
     kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
     names = parameters(model.module)
@@ -235,7 +237,7 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
 
 
 def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
-    """Add the correct next tokens to inputs that the user provided as tensors for a causal language model.
+    """Return inputs that the user provided as tensors, with the correct next tokens if the model is a causal language model.
 
     They are taken from the batch's labels or, if it has none, from its token ids. Padding (attention mask 0) has no next token.
     """
@@ -257,7 +259,9 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
-    """Return the token that a causal language model should predict at each position (-100: no token), or None for other models."""
+    """Return the token that a causal language model should predict at each position (-100: no token), or None for other models.
+    row: token ids [batch, positions].
+    """
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return None

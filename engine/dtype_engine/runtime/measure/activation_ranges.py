@@ -29,7 +29,7 @@ def input_ranges(
     """Run the candidate over all inputs, and return for each weight in `weights` the largest finite |value| of its layer's input.
 
     The candidate runs as currently cast, under `settings`. Inputs are measured before they are rounded. Layers that are not called
-    are omitted. Raises NoForward, KernelError, Cancelled.
+    are omitted. behavior: what earlier passes have shown about the model. Raises NoForward, KernelError, Cancelled.
     """
     found: dict[str, float] = {}
 

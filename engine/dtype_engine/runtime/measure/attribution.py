@@ -91,8 +91,8 @@ class _Base:
 
 @dataclass
 class Attribution:
-    """Attributes the drift of the currently cast model to its modules. `report` measures all of them. `measure` measures a single
-    one, for a `report` that runs in another process.
+    """Finds how much of the drift of the currently cast model each of its modules causes. `report` measures all of them. `measure`
+    measures a single one, for a `report` that runs in another process.
     """
 
     model: LiveModel
@@ -100,7 +100,7 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about the model that its passes have shown."""
+    """What passes of the model have shown, such as side effects of its modules."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -111,8 +111,8 @@ class Attribution:
         cancelled: IsCancelled = never,
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
-        """Measure every module or subtree, in this process or with the function `elsewhere`. `on_progress(done, total)` counts
-        them.
+        """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
+        `on_progress(done, total)` counts them.
 
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
@@ -144,7 +144,9 @@ class Attribution:
         )
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
-        """Measure one module or subtree. The first call also runs the reference. Raises NoForward, KernelError, Cancelled."""
+        """Measure one module or subtree, and return its drift. The first call also runs the reference. Raises NoForward,
+        KernelError, Cancelled.
+        """
         with self._runner(cancelled) as runner:
             if not self._bases:
                 self._run_reference(runner)
@@ -184,7 +186,9 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
-        """Measure each module or, if there are too many, subtrees, of which those that drift most are split further."""
+        """Return the contribution of each module or, if there are too many, subtrees, of which those that drift most are split
+        further. run: measures some of them. whole: the drift of the whole recipe.
+        """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
@@ -210,7 +214,9 @@ class Attribution:
     def _measured(
         self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
     ) -> list[Contribution]:
-        """Measure modules or subtrees. Returns their contributions in the same order, although workers may finish in any order."""
+        """Measure modules or subtrees (`parts`) with `run`. Returns their contributions in the same order, although workers may
+        finish in any order. whole: the drift of the whole recipe. total: the number of measurements that the progress counts.
+        """
         found: dict[int, Contribution] = {}
         for index, measured in run(parts):
             part, drift = parts[index], measured.drift
@@ -276,7 +282,9 @@ class _LocalError(ModuleObserver):
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split a subtree into its children, each with its modules. While there is only one child, split this child instead."""
+    """Split the subtree `name`, which has these modules, into its children. Returns (child, its modules) for each. While there is
+    only one child, split this child instead.
+    """
     parts: dict[str, list[str]] = {}
     for module in modules:
         rest = module[len(name) + 1 :] if name else module

@@ -71,7 +71,7 @@ class DriftMeter:
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts about `model` that its passes have shown."""
+    """What passes of `model` have shown, such as side effects of its modules."""
     candidate: LiveModel | None = None
     """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
@@ -80,7 +80,7 @@ class DriftMeter:
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The numbers of module calls per pass; see `MeasurementProgress`."""
+    """The number of module calls in a pass that watches all modules (key True) or only some (False)."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -120,7 +120,9 @@ class DriftMeter:
     def report(
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
     ) -> DriftReport:
-        """Return a report of a measurement under `recipe`, with the model, device, settings, inputs and notices."""
+        """Return a report of a measurement under `recipe`, with the model, device, settings, inputs and notices. lost: the weights
+        whose casts lose values.
+        """
         candidate, output = self.candidate or self.model, totals.output
         return DriftReport(
             model=candidate.title,
@@ -208,7 +210,9 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer that compares module outputs in the candidate's pass, or None if this step compares no modules."""
+        """Return the observer that compares module outputs in the candidate's pass, or None if this step compares no modules. kept:
+        the positions to compare; if None, all.
+        """
         if not step.compares_modules or reference.modules is None:
             return None
         routing = RoutingComparer(self._routing, reference.choices)
@@ -221,7 +225,9 @@ class DriftMeter:
         return ModuleComparer(reference.modules, report, kept, routing)
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
-        """Run the candidate on one sequence. Module outputs that can't have changed since the last measurement are reused."""
+        """Return the result of running the candidate on one sequence. Module outputs that can't have changed since the last
+        measurement are reused.
+        """
         earlier, compared = self._caches.pop(step.number, (None, False))
         options = PassOptions(
             watched=self._plan.watched(step),

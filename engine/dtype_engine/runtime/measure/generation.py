@@ -24,6 +24,7 @@ maximum, over both runs of all prompts. If a text ends early, its missing tokens
 
 def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
     """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
+    Returns both texts of each.
 
     If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
     for which a caption is generated. Raises NoForward if the model can't generate, and the errors of a measurement.
@@ -112,7 +113,9 @@ def _write(
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
-    """Return the model's own generation settings, but with greedy decoding: without sampling and without beams."""
+    """Return the model's own generation settings, but with greedy decoding: without sampling and without beams. tokens: the maximum
+    number of tokens to generate.
+    """
     own = getattr(model.module, "generation_config", None)
     if own is None or _own_generate(model.module):
         return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}

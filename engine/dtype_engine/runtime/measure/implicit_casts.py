@@ -31,7 +31,8 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
-    """Combine casts with the same module, operation and dtypes. Casts to float64 come first, then those with the most elements.
+    """Return one entry for all casts with the same module, operation and dtypes. Casts to float64 come first, then those with the
+    most elements.
 
     Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
     """

@@ -28,7 +28,7 @@ OnTrial = Callable[[int, int], None]
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
     """Return rules that keep the values which casts lose, with no measurement of their effect, or None if values are only rounded.
 
-    reason: why the effect is not measured.
+    reason: why the effect is not measured. losses: the lost values of each weight.
     """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)

@@ -43,10 +43,11 @@ def measure_noise_floor(
     cancelled: IsCancelled = never,
     classes_dim: ClassesDim = "auto",
 ) -> NoiseFloor:
-    """Run the reference, then two variants of it, and compare: with another attention implementation, and with each input twice in
-    one batch. Variants that the model does not support are skipped.
+    """Return the noise floor: the differences between the reference and two variants of it, one with another attention
+    implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    `on_progress(done, total)` counts runs on one input; `total` is an estimate. Raises NoForward if the reference fails.
+    behavior: what earlier passes have shown about the model. `on_progress(done, total)` counts runs on one input; `total` is an
+    estimate. Raises NoForward if the reference fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -74,7 +75,9 @@ def measure_noise_floor(
 
 
 def _expected(done: int, positions: int, batches: int) -> int:
-    """Estimate how many batches are needed for `ENOUGH_POSITIONS`, if the first `done` batches had `positions` positions."""
+    """Return an estimate of how many batches are needed for `ENOUGH_POSITIONS`, if the first `done` batches had `positions`
+    positions.
+    """
     return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 
@@ -101,7 +104,9 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in each variant. Yields the variant's name and its main output, or None if it fails."""
+    """Rerun the reference in each variant. Yields the variant's name and its main output, or None if it fails. reference: the main
+    output of the reference itself.
+    """
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
@@ -109,7 +114,7 @@ def _variants(
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
     """Run a batch in which each input is repeated `times` times. Returns the main output of the first copy, or None if the run
-    fails or the copies have different outputs.
+    fails or the copies have different outputs. reference: the batch's main output; each copy's output must have its shape.
     """
     try:
         output = main_output(_run(runner, batch))[1]

@@ -147,7 +147,7 @@ def diagnose_nonfinite(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
-    """Find the operation that causes non-finite values, and a remedy, for a model measured under `recipe`.
+    """Return the operation that causes non-finite values, and a remedy, for a model measured under `recipe`.
 
     modules, output: the results of that measurement, with modules in the order of the pass. If the output is finite but modules are
     not, the remedy makes every module finite. The model stays cast as in the last trial, so the caller has to apply its recipe
@@ -228,7 +228,9 @@ def _diagnosis(
 def _find_culprit(
     runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
 ) -> tuple[_NonFiniteOp | None, float | None, str]:
-    """Return the operation at which non-finite values arise, its largest |result| in the reference, and the first bad module."""
+    """Return the operation at which non-finite values arise, its largest |result| in the reference, and the first bad module.
+    first: the first module that the measurement found bad. reference_bad: whether the reference itself is not finite.
+    """
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
         came_out = _FinishedModules(plain)
@@ -338,7 +340,9 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Return whether the non-finite values are masks: all are -infinity, and an argument was about the dtype's lowest value."""
+    """Return whether the non-finite values are masks: all are -infinity, and an argument was about the dtype's lowest value.
+    smallest_given: the smallest number among the arguments.
+    """
     lowest = torch.finfo(result.dtype).min
     odd = result[~torch.isfinite(result)]
     return smallest_given <= 0.99 * lowest and bool(torch.isneginf(odd).all())

@@ -12,7 +12,7 @@ from dtype_engine.runtime.measure.modules.compared_sequences import compared_seq
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One sequence of a measurement."""
+    """One sequence of a measurement, which the reference and the candidate run."""
 
     number: int
     """The index of the sequence among the inputs."""
@@ -61,6 +61,8 @@ class MeasurementPlan:
     def add_calls(self, finished: Sequence[str], spans: Sequence[int], main: Collection[str]) -> None:
         """Choose the modules for `outline` from the calls of the first pass that observed all modules. main: the modules that
         returned the main output. Their outputs are not kept for reuse, because they are the largest and no module runs after them.
+        finished: the name of the called module for each call, in the order in which calls ended. spans: how many calls had ended
+        when each began.
         """
         if self.outline is None:
             self.outline = outline(finished, spans)

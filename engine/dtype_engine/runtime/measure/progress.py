@@ -38,7 +38,8 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the remaining sequences, starting with the next one. with_reference: those on which the reference also has to run.
+        """Set the numbers of the remaining sequences, starting with the next one. with_reference: those on which the reference also
+        has to run.
 
         rest: the estimated fraction of the remaining work that is needed. If this estimate grows, the reported total does not.
         """
@@ -48,7 +49,9 @@ class MeasurementProgress(ModuleObserver):
         self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> None:
-        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the previous pass."""
+        """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the previous pass.
+        every_module: whether the pass watches all modules.
+        """
         self._end_pass()
         self._observer = observer or _IGNORES
         self._run, self._number, self._all = run, number, every_module
@@ -61,11 +64,11 @@ class MeasurementProgress(ModuleObserver):
         return observed
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Pass a router's choice on to the observer."""
+        """Pass the experts that a router chose on to this pass's observer."""
         self._observer.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: Any) -> None:
-        """Count a module call that was skipped as finished, and pass its result from an earlier pass on to the observer."""
+        """Count a skipped module call as finished, and pass its result from an earlier pass on to the observer."""
         self._observer.replay(module, observed)
         self._call_finished()
 

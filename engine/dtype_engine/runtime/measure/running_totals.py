@@ -20,7 +20,7 @@ from dtype_engine.runtime.passes.one_pass import PassResult
 
 @dataclass(slots=True)
 class ReferenceRecord:
-    """The reference's results for one sequence."""
+    """The reference's outputs for one sequence, with which the candidate's are compared."""
 
     output_name: str
     output: torch.Tensor
@@ -30,7 +30,7 @@ class ReferenceRecord:
     left_out: frozenset[str] = frozenset()
     """Names of modules with an output that did not fit into memory."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    """The experts that routers chose; see `ModuleRecorder`."""
+    """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,10 +79,11 @@ class RunningTotals:
         output: torch.Tensor,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Add the candidate's pass over a sequence and its main output. `set_modules` adds the results of modules.
+        """Add the candidate's pass `ran` over the sequence `number`, and its main output. `set_modules` adds the results of
+        modules.
 
-        If the sequence was added before, its main output is not added again. kept: the positions to compare; see
-        `KeptPositions.of_main`.
+        If the sequence was added before, its main output is not added again. kept: a mask of the positions to compare, bool [batch,
+        positions]; if None, all.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
@@ -99,7 +100,7 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Store the sums of all modules for one sequence, which must have been added before."""
+        """Store the sums of all modules, by name, for one sequence, which must have been added before."""
         self._modules[number] = modules
 
     @property
@@ -114,7 +115,9 @@ class RunningTotals:
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drift of these modules over all sequences, including the sequence `number`, which is still running."""
+        """Return the drift of these modules over all sequences, including the sequence `number`, which is still running. modules:
+        their sums in it, by name.
+        """
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)
 
@@ -127,12 +130,12 @@ class RunningTotals:
 
     @property
     def output(self) -> OutputDrift:
-        """The metrics of the main output."""
+        """The drift metrics of the main output over the sequences added until now."""
         return self._comparison.result()
 
     @property
     def unit(self) -> str:
-        """The unit of the drift metric used for ranking; see `unit_for`."""
+        """The unit of the drift metric by which recipes are ranked, such as nats per token."""
         return unit_for(self._comparison.classes_dim, self.dimensions)
 
     @property
@@ -164,7 +167,7 @@ class RunningTotals:
 
     @property
     def seconds(self) -> Seconds:
-        """Durations of all passes in seconds."""
+        """The total wall times of the reference's and the candidate's passes in seconds."""
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:

@@ -28,9 +28,9 @@ planned, the passes that are saved count as done.
 def measure_speed(
     runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
 ) -> SpeedReport:
-    """Time forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After one warm-up pass
-    there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and the slowest. A
-    notice names each variant that does not fit into memory.
+    """Return the times of forward passes over all inputs for each variant of the model: in float32, as stored, and as cast. After
+    one warm-up pass there are `repeats` timed passes, or at least 3 if passes take long. The report has the median, the fastest and
+    the slowest. A notice names each variant that does not fit into memory.
 
     For the float32 variant, the model is really cast to float32, as a user would run it, instead of widening each weight when it is
     used. Afterwards, the model is cast according to `plan`. `runner` must not watch modules. Raises NoForward, KernelError,
@@ -75,7 +75,9 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time the model as currently cast. label, mix: name and dtypes of the variant. candidate: whether run settings apply."""
+    """Time the model as currently cast. label, mix: name and dtypes of the variant. candidate: whether run settings apply.
+    on_passes: called with the number of passes begun.
+    """
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call
     calls = [make_call(batch) for batch in inputs.batches]
@@ -125,7 +127,9 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many bytes of memory are missing for casting the model to these dtypes. Memory of current casts counts as free."""
+    """Return how many bytes of memory are missing for casting the model to the dtypes `casts`, by weight name. Memory of current
+    casts counts as free.
+    """
     needed = sum(
         tensor_bytes(weight.info, casts[name])
         for name, weight in model.weights.items()
@@ -139,7 +143,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """Return the short names of the weights' dtypes, those with the most bytes first."""
+    """Return the short names of the weights' dtypes under `casts` (by weight name), those with the most bytes first."""
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

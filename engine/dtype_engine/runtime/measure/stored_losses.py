@@ -27,8 +27,9 @@ def losses_in_files(
     """Return the weights in which a plan's casts lose values, in the order of the tree. Tensors are read from the files one at a
     time.
 
-    If the files store a tensor in several pieces, each piece has an entry, with its name in the files. `on_progress(done, total)`
-    counts tensors. Raises UserError if a file can't be read, and Cancelled.
+    planned: the dtype of each tensor, by name. counted: losses that were counted before; new ones are added. If the files store a
+    tensor in several pieces, each piece has an entry, with its name in the files. `on_progress(done, total)` counts tensors. Raises
+    UserError if a file can't be read, and Cancelled.
     """
     counted = {} if counted is None else counted
     changed = [

@@ -27,7 +27,8 @@ def round_trips(
     """Yield the error of every tensor that the plan changes, in the order of the tree. `on_progress(done, total)` counts tensors.
 
     If the files store a tensor in several parts, there is one entry for each part, under its name in the files. Tensors that are
-    not in the files are omitted. Raises UserError if a file can't be read or has changed since it was opened.
+    not in the files are omitted. Raises UserError if a file can't be read or has changed since it was opened. planned: the dtype of
+    each tensor, by name.
     """
     watch = Watch(checkpoint.identities)
     changed = [
@@ -50,7 +51,9 @@ def round_trips_of_live(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the error of every tensor that the plan changes in a live model, such as one built in Python."""
+    """Yield the error of every tensor that the plan changes in a live model, such as one built in Python. planned: the dtype of
+    each tensor, by name. `on_progress(done, total)` counts tensors.
+    """
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):
         on_progress(done, len(changed))
@@ -81,8 +84,8 @@ def inspect_weight(
 def inspect_live_weight(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return statistics as `inspect_weight` does, for the stored values of a tensor in an open model. They are read from the
-    checkpoint if it stores the tensor in one piece.
+    """Return the histogram of exponents of a tensor in an open model, and its error in each dtype of `targets`. The stored values
+    are read from the checkpoint if it stores the tensor in one piece.
 
     Raises UserError, Cancelled.
     """

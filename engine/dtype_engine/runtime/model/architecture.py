@@ -81,8 +81,8 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
 
 
 def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
-    """Construct the module of an architecture without data, on the meta device, and find out into which of its tensors each tensor
-    of the files is loaded.
+    """Construct the module of an architecture without data, on the meta device, and return it with the placement of each tensor of
+    the files: the tensor of the module into which it is loaded.
 
     Raises NoForward if the module can't be constructed or does not match the tensors of the files.
     """
@@ -110,7 +110,9 @@ def without_quantization(config: Any) -> Any:
 
 @contextmanager
 def reasons(folder: Path) -> Iterator[None]:
-    """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message."""
+    """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message that
+    begins with `folder`.
+    """
     try:
         with exits_as_errors():
             yield
@@ -167,7 +169,7 @@ def _model_class(
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
     """Return the transformers auto class with which to load model code from the checkpoint: a key of `auto_map` whose value is a
-    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key.
+    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key. named: the names in `architectures`.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -188,7 +190,9 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers."""
+    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers. named:
+    the names in its `architectures`.
+    """
     from transformers.models.auto import modeling_auto
 
     with_head = next(
@@ -277,7 +281,8 @@ def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
     """Raise NoForward if a module does not match a checkpoint: most tensors of the files belong to no tensor of the module, shapes
-    differ, or the module's tensors that the files lack would need far more memory than the files.
+    differ, or the module's tensors that the files lack would need far more memory than the files. placements: the tensor of the
+    module into which each tensor of the files is loaded.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -46,7 +46,7 @@ class ModelDescription:
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
-    """Describe a model. If its architecture is unknown, the description has no module classes.
+    """Return a description of a model. If its architecture is unknown, the description has no module classes.
 
     checkpoint: the headers of `source`, if they were read before. Raises UserError.
     """

@@ -125,7 +125,7 @@ def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
     """Return ({name in the files: (name after loading, pattern of the tensor's converter or None)}, all converters). transformers
-    uses converters to pack or transpose tensors.
+    uses converters to pack or transpose tensors. live: the weights of the loaded model, by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -149,8 +149,9 @@ one matrix that consists of all tensors, one below the other.
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each packed tensor in its weight, as `converted_names` describes it. found: for each tensor, the name
-    of the weight in the loaded model and the pattern of the tensor's converter.
+    """Return the position of each packed tensor in its weight: (index of the matrix or None, number of the tensor in its rows).
+    converters: those that transformers uses for the model. found: for each tensor, the name of the weight in the loaded model and
+    the pattern of the tensor's converter.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:
@@ -182,7 +183,9 @@ def implementation(config: Any, of: str) -> str | None:
 
 
 def set_implementation(config: Any, of: str, name: str | None) -> None:
-    """Set the kernel for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not in nested ones."""
+    """Set the kernel `name` (None: the default) for attention (`of="attn"`) or experts (`of="experts"`) in a configuration, but not
+    in nested ones.
+    """
     setattr(config, f"_{of}_implementation_internal", name)
 
 

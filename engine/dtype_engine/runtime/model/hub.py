@@ -46,7 +46,7 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
     """Remove from a transformers configuration, and from its nested ones, all entries that would download code or read files other
     than the checkpoint's. Returns notices of the ignored entries.
 
-    written: the content of `config.json`, from which the configuration was made.
+    written: the content of `config.json`, from which the configuration was made. title: the name of the model, for the notices.
     """
     taken: set[str] = set()
     for part in _parts(config):
@@ -68,7 +68,7 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (kind, name) of each attention or expert kernel in a `config.json`, including nested configurations, that is not part
-    of transformers.
+    of transformers. written: the content of the file.
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))

@@ -114,7 +114,7 @@ class Weight:
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
     """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
-    if no other weight would share a scale with the weight `name`.
+    if no other weight would share a scale with the weight `name`. weights: all weights, by name.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
@@ -123,7 +123,7 @@ def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight
 
 @dataclass
 class LiveModel:
-    """A module with its tree and its weights."""
+    """An `nn.Module` in memory with its tree, and its weights, which are cast in place."""
 
     module: nn.Module
     title: str
@@ -162,10 +162,10 @@ class LiveModel:
         """Wrap a module: set it to evaluation mode without gradients, move it to `device`, and keep its current tensors as the
         originals.
 
-        quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the weight's names. placements:
-        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
-        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
-        device.
+        title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
+        weight's names. placements: for each tensor of the checkpoint's files, the tensor of the module into which it is loaded.
+        rest: values for the other fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the
+        module does not fit on the device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -228,11 +228,11 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
     ) -> None:
-        """Cast every tensor to its planned dtype. A tensor that already has this dtype is skipped, unless it shares its scale with
-        other weights than before.
+        """Cast every tensor to its planned dtype (`planned`, by name). A tensor that already has this dtype is skipped, unless it
+        shares its scale with other weights than before.
 
-        Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. Raises Cancelled
-        between two tensors; a later call with any plan continues from there.
+        Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. `on_progress(done,
+        total)` counts tensors. Raises Cancelled between two tensors; a later call with any plan continues from there.
         """
         shared = scale_groups(
             {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}
@@ -298,7 +298,9 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """Return the losses under a plan, or None if they were not all counted before. Any thread may call this method."""
+        """Return the losses under a plan, or None if they were not all counted before. Any thread may call this method. planned:
+        its dtypes, by weight name.
+        """
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
         ]

@@ -145,7 +145,8 @@ class Loaded:
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
     """Load the module of a checkpoint with `from_pretrained`, on the CPU, with every tensor in the dtype of its file.
 
-    Raises NoForward if the architecture is unknown or transformers can't load the module.
+    title: the name of the model, for errors. on_step: called with a description of each step. Raises NoForward if the architecture
+    is unknown or transformers can't load the module.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.form in _NO_ARCHITECTURE:
@@ -275,9 +276,10 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture on the meta device, without data, and find out into which of its tensors each tensor of the
-    files is loaded. Returns None if the architecture is unknown or can't be built. Raises UserError if transformers does not have
-    the architecture that `options` name, and Misfit if the tensors of the files are not those of the architecture.
+    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and for each tensor of the files the
+    tensor of the module into which it is loaded; or None if the architecture is unknown or can't be built. Raises UserError if
+    transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are not those of the
+    architecture.
     """
     if checkpoint.config is None:
         return None
@@ -326,8 +328,8 @@ def _restore_quantized(
     """Put into the module the weights that an export stored with scales and transformers can't load: weights with packed codes, and
     weights that consist of several stored tensors.
 
-    Returns the dtype and scales of all weights that are stored with scales, by their names in the module, and the names of the
-    weights that were put into the module.
+    placements: the tensor of the module into which each tensor of the files is loaded. Returns the dtype and scales of all weights
+    that are stored with scales, by their names in the module, and the names of the weights that were put into the module.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -358,6 +360,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mappi
     """Restore the stored data, mapped from the file, of every tensor whose dtype changed on loading.
 
     A tensor that was packed from several stored ones is cast back to their dtype, which is exact, since loading only widened it.
+    placements: the tensor of the module into which each tensor of the files is loaded.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -19,8 +19,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """Map a tensor that is stored as a single range of bytes, in its own dtype and shape. Tensors that are stored in any other form
-    have to be read with `read_tensor`.
+    """Return a tensor that is stored as a single range of bytes, mapped from its file, in its own dtype and shape. Tensors that are
+    stored in any other form have to be read with `read_tensor`.
 
     The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """
@@ -58,7 +58,7 @@ def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Read a tensor in the form that its file stores. A tensor in a GGUF block format becomes float32 values.
+    """Return a tensor in the form that its file stores. A tensor in a GGUF block format becomes float32 values.
 
     Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """
@@ -76,10 +76,11 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """Read the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
+    """Return the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
     stored with scales or in a GGUF block format.
 
-    name: the weight's name without suffixes for codes and scales. Raises UserError, as `read_stored` does.
+    name: the weight's name without suffixes for codes and scales. Raises UserError if the file can't be read or the tensor has no
+    plain values.
     """
     weight = checkpoint.quantized.get(name)
     if weight is not None:
@@ -88,7 +89,9 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
 
 def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the codes and scales of a weight that an export stored with scales. Returns them as `cast_or_quantize` does."""
+    """Return the codes and scales of a weight that an export stored with scales. The scales are float32: one for each channel
+    [channels], one for the tensor [1], or one for each block [blocks down, blocks across].
+    """
     if weight.dtype in dtypes.BLOCK_FORMATS:
         return from_file(
             {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype

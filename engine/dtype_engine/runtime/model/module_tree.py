@@ -66,7 +66,7 @@ def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tre
 
 
 def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
-    """Mark the modules that the model's code declares to keep in float32."""
+    """Mark in `tree` the modules that the model's code declares to keep in float32."""
     declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
     for prefix, pattern, attribute in declared:
         for name, node in tree.modules.items():

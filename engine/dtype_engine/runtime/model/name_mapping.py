@@ -35,7 +35,9 @@ class Placement:
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
-    """Map each stored tensor to the tensor of `module` into which it is loaded. Tensors that the module lacks are omitted."""
+    """Return a mapping from the name of each stored tensor (`names`) to the tensor of `module` into which it is loaded. Tensors
+    that the module lacks are omitted.
+    """
     live = module.state_dict()
     placements: dict[str, Placement] = {}
     rest: list[str] = []
@@ -53,8 +55,9 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the tensors that must keep their stored dtype on loading: those in a compute dtype, and those that this program's
-    export stored with scales. All others, such as integers and weights that other programs quantised, are left to transformers.
+    """Return the entries of `placements` for the tensors that must keep their stored dtype on loading: those in a compute dtype,
+    and those that this program's export stored with scales. All others, such as integers and weights that other programs quantised,
+    are left to transformers.
     """
     return {
         name: placement
@@ -64,7 +67,9 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Return the stored dtype of each live tensor, by live name. For a tensor packed from several, it is their widest dtype."""
+    """Return the stored dtype of each live tensor, by live name. For a tensor packed from several, it is their widest dtype.
+    placements: the live tensor of each tensor of the files.
+    """
     by_live_name: dict[str, str] = {}
     for name, placement in placements.items():
         stored = checkpoint.dtype(name)

@@ -52,7 +52,8 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
     """Return why the stored tensors of a packed weight can't have the same scales as the packed weight, or None if they can.
-    Reasons are that they are not stacked in rows, or that a block with one scale extends over two of them or over two rows.
+    Reasons are that they are not stacked in rows, or that a block with one scale extends over two of them or over two rows. shapes:
+    those of the stored tensors, by name. packed: that of the weight.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -83,10 +84,10 @@ def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
 def pack(
     title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
-    """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and scales, with codes
-    and scales as `cast_or_quantize` returns them.
+    """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and float32 scales.
 
-    Raises NoForward if codes and scales of one weight can't represent all of their values.
+    title: the name of the weight. parts, placements: the stored tensors, and where loading places each, by name. packed: the shape
+    of the weight. Raises NoForward if codes and scales of one weight can't represent all of their values.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
@@ -109,8 +110,8 @@ def pack(
 
 
 def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """Return the scales of a packed weight, given those of its stored tensors in order. Raises NoForward if tensors with different
-    scales would need a common one.
+    """Return the scales of a packed weight, given those of its stored tensors in order. title: the name of the weight. Raises
+    NoForward if tensors with different scales would need a common one.
     """
     if dtypes.BY_NAME[dtype].blocks is not None:
         return torch.cat(list(scales))

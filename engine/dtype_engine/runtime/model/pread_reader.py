@@ -42,7 +42,9 @@ class FileValues:
         return math.prod(self.shape)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """Read `count` elements, starting at the flat index `start`. Raises UserError if the file is too short or can't be read."""
+        """Return `count` elements, read from the file, starting at the flat index `start`. Raises UserError if the file is too
+        short or can't be read.
+        """
         width = self.dtype.itemsize
         buffer = bytearray(count * width)
         view = memoryview(buffer)

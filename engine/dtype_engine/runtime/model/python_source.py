@@ -34,8 +34,8 @@ def _load_weights(
 ) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
     """Put a checkpoint's tensors into a module, mapped and in their stored dtypes.
 
-    Returns notices, and the identities of the files, recorded before the files were read. Raises UserError if the checkpoint does
-    not fit.
+    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices, and the identities of the files,
+    recorded before the files were read. Raises UserError if the checkpoint does not fit.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
@@ -70,7 +70,8 @@ def _tie_again(
 ) -> frozenset[str]:
     """Tie weights again after loading, which has made each name of a tied weight a separate tensor.
 
-    Returns the names that are tied afterwards. Names that have different values in the file stay separate.
+    ties: the names of each tied weight. values: the tensors in the file, by name. Returns the names that are tied afterwards. Names
+    that have different values in the file stay separate.
     """
     tied: set[str] = set()
     for names in ties:
@@ -129,7 +130,9 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
 
 
 def _may_make_a_model(value: Any, module: str) -> bool:
-    """Return whether a value in a Python file may build a model: a module, a module class, or a function without arguments."""
+    """Return whether a value in a Python file may build a model: a module, a module class, or a function without arguments. Classes
+    and functions must be defined in the module named `module` and not begin with an underscore.
+    """
     if isinstance(value, nn.Module):
         return True
     if getattr(value, "__module__", None) != module or getattr(value, "__name__", "_").startswith("_"):

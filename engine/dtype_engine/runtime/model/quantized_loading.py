@@ -29,7 +29,8 @@ from dtype_engine.runtime.model.name_mapping import Placement
 def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
     """Raise NoForward if transformers would load wrong values for weights that another program quantised.
 
-    module: the model on the meta device. placements: the placement of each tensor of the files in the module.
+    title: its name, for the error. module: the model on the meta device. placements: the placement of each tensor of the files in
+    the module.
     """
     parts = quantized_parts(checkpoint.foreign, checkpoint.config)
     parts |= {name: why for name, why in _integers_for_floats(checkpoint, module, placements) if name not in parts}
@@ -62,7 +63,9 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
 def _integers_for_floats(
     checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
 ) -> Iterator[tuple[str, str]]:
-    """Yield each integer tensor from which transformers would load a floating-point parameter, and a description of the tensor."""
+    """Yield each integer tensor from which transformers would load a floating-point parameter, and a description of the tensor.
+    placements: the tensor of the module into which each tensor of the files is loaded.
+    """
     floats = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()
     }
@@ -74,7 +77,7 @@ def _integers_for_floats(
 
 def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -> str | None:
     """Return the reason why transformers would load wrong values for a weight, although transformers supports its quantisation
-    method. Returns None if the values would be right.
+    method. Returns None if the values would be right. method: the `quant_method` in config.json.
     """
     name = printable(weight.codes)
     global_scale = weight.part("_global_scale")
@@ -98,7 +101,7 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
     """Return a sentence about the first block scale without a weight, or else the first float8 weight without a block scale, or
-    None.
+    None. parts: the names of all tensors that belong to quantised weights, as keys. weights: the weights with codes and scales.
     """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors

@@ -47,8 +47,8 @@ def with_files(
 ) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantisation.
 
-    headers: the tensors of the files. own_dtypes: whether to keep the dtypes in `infos`, as for a live module, or use the files'
-    dtypes.
+    placements: the live tensor of each tensor of the files. headers: the tensors of the files, by name. own_dtypes: whether to keep
+    the dtypes in `infos`, as for a live module, or use the files' dtypes.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -94,7 +94,9 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Describe the tensors of the files that the module does not use. They are never cast."""
+    """Return descriptions of the tensors of the files (`headers`) that the module, whose tensors are `infos`, does not use, since
+    `placements` lacks them. They are never cast, for a reason that names the model (`title`).
+    """
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(
@@ -107,7 +109,7 @@ def unused(
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors. A tied weight is split into separate tensors if the files hold different
-    values for its names, as transformers does.
+    values for its names, as transformers does. placements: the live tensor of each tensor of the files.
     """
     untied = []
     for info in infos:
@@ -138,8 +140,8 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return a module's tensors without those that the files hold in quantised form: as codes and scales with other names in the
-    same module or in the same group of experts.
+    """Return a module's tensors (`infos`) without those that the files hold in quantised form: as codes and scales with other names
+    in the same module or in the same group of experts. headers: the tensors of the files, by name.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

@@ -93,7 +93,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 @contextmanager
 def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Replace, for a while, each call of a function made by `torch.jit.script` or `torch.jit.trace` by
+    """While the block runs, replace each call of a function that `torch.jit.script` or `torch.jit.trace` made by
     `run(function, name, args, kwargs)`. No `TorchFunctionMode` sees these calls, nor the torch calls inside the function.
     """
     kind: Any = torch.jit.ScriptFunction

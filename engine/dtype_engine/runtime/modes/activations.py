@@ -68,7 +68,9 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats of the model's own weights."""
+        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats of the model's own weights.
+        tensors: all those among the arguments of a call.
+        """
         found = {}
         for tensor in tensors:
             dtype = stored.get(id(tensor)) or self._made.get(tensor)
@@ -77,7 +79,9 @@ class ActivationRounding:
         return found
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
-        """Remember the float results of an operation as quantised weights if all its float arguments are weights of one format."""
+        """Remember the float results of an operation as quantised weights if all its float arguments are weights of one format.
+        formats: those of the weights among the arguments, by `id`.
+        """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
         if len(kinds) == 1 and (dtype := kinds.pop()) is not None:
@@ -88,7 +92,9 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
     ) -> Rounds | None:
-        """Return which operand of a call to round, or None. The arguments still hold weights, not the values that replace them."""
+        """Return which operand of a call to round, or None. The arguments still hold weights, not the values that replace them.
+        name: the operation. formats: those of the quantised weights among the arguments, by `id`.
+        """
         if name == "einsum":
             return _of_einsum(args, formats)
         if name not in _PRODUCTS:
@@ -127,7 +133,8 @@ class ActivationRounding:
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
     """Return (index, format) of the operand that is a quantised weight, or None if neither is.
 
-    If both are weights, the right one is returned. The left one is then an input, such as a learnt token.
+    If both are weights, the right one is returned. The left one is then an input, such as a learnt token. formats: those of the
+    quantised weights, by `id`.
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
@@ -141,7 +148,9 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
-    """Return which operand of an einsum to round, or None. It must be an einsum of two tensors that sums over one common letter."""
+    """Return which operand of an einsum to round, or None. It must be an einsum of two tensors that sums over one common letter.
+    formats: those of the quantised weights, by `id`.
+    """
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None
     inputs, output = args[0].replace(" ", "").split("->")

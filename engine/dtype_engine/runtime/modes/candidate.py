@@ -49,7 +49,9 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`: [*ids.shape, width]."""
+    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`: [*ids.shape, width]. scale: the scales
+    of the whole table.
+    """
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)
     blocks = dtypes.BY_NAME[storage].blocks

@@ -47,7 +47,9 @@ class CallSite(Protocol):
 
 
 def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
-    """Call a torch function. If torch has no kernel, raises KernelError with the operation and dtype; else raises as torch does."""
+    """Return the result of a call of a torch function. If torch has no kernel, raises KernelError with the operation and dtype;
+    else raises as torch does.
+    """
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
@@ -59,7 +61,7 @@ def recover(
 ) -> Any:
     """Handle a call that raised `error`. If there is a known way around the error, return the result obtained that way: the call
     without autocast (which does not support float64, or recurrent layers on the CPU), or a grouped product computed one product at
-    a time. Otherwise raise as `call_torch` does.
+    a time. Otherwise raise KernelError if a kernel is missing, or else `error`.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):

@@ -32,7 +32,9 @@ _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
 """Calls with several dtypes that torch accepts, each as a key of the function and the dtypes of its arguments (see `_form`)."""
 _refused: set[Any] = set()
-"""Calls with several dtypes that torch refuses but runs if all arguments have one dtype, with keys as in `_accepted`."""
+"""Calls with several dtypes that torch refuses but runs if all arguments have one dtype, each as a key of the function and the
+dtypes of its arguments.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class MixedCallSite(CallSite, Protocol):
 
 
 def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], site: MixedCallSite) -> Any:
-    """Call a torch function whose float arguments may have several dtypes. If torch refuses them, they are first cast to one dtype.
+    """Return the result of a call of a torch function whose float arguments may have several dtypes. If torch refuses them, they
+    are first cast to one dtype.
 
     Raises KernelError if torch has no kernel for the call, and torch's own error if the reason is not a difference in dtypes.
     """
@@ -113,7 +116,9 @@ def call_mixed(func: Any, name: str, args: Arguments, kwargs: dict[str, Any], si
 def cast_of(
     tensor: torch.Tensor, target: torch.dtype, operation: str, site: CallSite, torch_raises: bool
 ) -> ImplicitCast:
-    """Describe the cast of `tensor` to `target` as an `ImplicitCast`."""
+    """Return an `ImplicitCast` that describes the cast of `tensor` to `target` in `operation`. torch_raises: whether torch refuses
+    the operation without it.
+    """
     source = dtype_name(tensor.dtype)
     return ImplicitCast(site.module, operation, source, dtype_name(target), tensor.numel(), torch_raises)
 
@@ -152,7 +157,9 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to."""
+    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to. floats: the
+    float tensors among the arguments. result: what the operation returned.
+    """
     assert site.record is not None
     destination = _destination(name, args, kwargs)
     sized = [tensor for tensor in floats if tensor.ndim]
@@ -184,7 +191,7 @@ class _BeforeCall:
         self._generators = [(generator, generator.get_state()) for generator in (*own, *given)]
 
     def restore(self) -> None:
-        """Restore the saved tensor and generators."""
+        """Restore the tensor and the random number generators as they were before the call."""
         for generator, state in self._generators:
             generator.set_state(state)
         if self._destination is None or self._values is None or torch.equal(self._destination, self._values):

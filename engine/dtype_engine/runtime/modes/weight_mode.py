@@ -43,7 +43,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """How the mode handles a torch function."""
+    """The ways in which the mode handles torch functions."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -156,7 +156,8 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where needed.
+        """Return the result of a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where
+        needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
         Queries of properties and metadata do not come here.
@@ -188,7 +189,9 @@ class WeightMode(TorchFunctionMode):
         self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
-        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property."""
+        """Return a property such as `tensor.dtype` or `tensor.T`. For a replaced weight, it is the replacement's property. func:
+        the getter of the property.
+        """
         key = id(args[0])
         weight = self.weights.get(key)
         if weight is not None:
@@ -208,7 +211,9 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of a replaced weight: of the values that the pass has written, or else of those that replace it."""
+        """Return the dtype of a replaced weight: of the values that the pass has written, or else of those that replace it. key:
+        the `id` of its tensor.
+        """
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
@@ -271,7 +276,9 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that has a replaced weight or several dtypes, or whose casts or quantised weights are tracked."""
+        """Return the result of a call that has a replaced weight or several dtypes, or whose casts or quantised weights are
+        tracked.
+        """
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             if id(tensor) in self.weights:
@@ -297,7 +304,9 @@ class WeightMode(TorchFunctionMode):
         found: Mapping[int, Weight],
         rounds: Rounds | None,
     ) -> Any:
-        """Run a call with each weight in `found` replaced by its values, and with one operand rounded if `rounds` is given."""
+        """Return the result of a call with each weight in `found` replaced by its values, and with one operand rounded if `rounds`
+        is given. tensors: those among the arguments. found: replaced weights by the `id` of their tensor.
+        """
         if found:
             self.added = True
             table = id(args[1]) if name == "embedding" and takes_rows(args, kwargs) else 0
@@ -325,7 +334,9 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace the weights in `found` now, by `id`. dtype: the dtype of the operation's activation."""
+        """Return the values that replace the weights in `found` now, by `id`. dtype: the dtype of the operation's activation. name:
+        the operation.
+        """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))
         for key, value in values.items():
@@ -336,7 +347,9 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """Return the values that replace one weight if it is used outside of operations, where no activation decides the dtype."""
+        """Return the values that replace one weight if it is used outside of operations, where no activation decides the dtype.
+        key: the `id` of its tensor.
+        """
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
     def _rounded(
@@ -388,7 +401,9 @@ class WeightMode(TorchFunctionMode):
         return args, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
-        """Replace a weight by `value` for the rest of the pass, because the model's code has assigned to the weight's `data`."""
+        """Replace a weight by `value` for the rest of the pass, because the model's code has assigned to the weight's `data`. key:
+        the `id` of its tensor.
+        """
         if id(value) in self.replaced:
             value = self._value(id(value))
         value = value.detach()

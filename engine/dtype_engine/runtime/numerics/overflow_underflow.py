@@ -55,8 +55,8 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count the losses in one flat piece of the cast tensor. `start` is the index of its first element in the flattened tensor.
-        For a dtype with scales, the piece has the codes of whole rows.
+        """Count the losses in `after`, one flat piece of the cast tensor. `start` is the index of its first element in the
+        flattened tensor. For a dtype with scales, the piece has the codes of whole rows.
 
         before: the same piece before the cast; if None, it is read from the original.
         """
@@ -67,7 +67,7 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return the loss after all pieces were counted, or None if the cast only rounds values (see `ValueLoss.is_listed`).
+        """Return the loss after all pieces were counted, or None if the cast only rounds values.
 
         Raises Cancelled.
         """
@@ -93,7 +93,7 @@ class LossCounter:
 def count_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
-    """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values (see `ValueLoss.is_listed`).
+    """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values. name: that of the tensor.
 
     cast: the result of the cast, or the codes for a dtype with scales; if None, this function does the cast. Raises Cancelled.
     """
@@ -122,7 +122,9 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """View a tensor as a matrix whose rows are quantized: with blocks along the rows, or in other formats one scale per row."""
+    """Return a view of a tensor as a matrix of which whole rows are quantized: a block format divides it into blocks; any other
+    format has one scale for each row.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
         return as_rows(original)
@@ -145,7 +147,9 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Count the losses in a flat piece, except all-zero channels, for a dtype that PyTorch computes in. `after` may be on a GPU."""
+    """Return how many values a cast to a dtype that PyTorch computes in loses in one flat piece of a tensor, whose values are
+    `before` and `after` the cast. `after` may be on a GPU. Channels that become all zero are not counted.
+    """
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
     if _is_finite(after):  # a value that is not finite before the cast is not finite after it
@@ -157,7 +161,10 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Count the losses in whole rows that were cast to a dtype with scales. In such a dtype, values saturate but never overflow."""
+    """Return the numbers of lost values in some rows of a tensor that were cast to `dtype`, which has scales. before: the values of
+    these rows, flat. codes: their codes, flat. width: the number of values in a row. In such a dtype, values saturate but never
+    overflow.
+    """
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
     channels = saturated = nonfinite = 0
@@ -191,7 +198,9 @@ def _is_within(values: torch.Tensor, limit: float) -> bool:
 
 
 def count_zeroed_nan(before: torch.Tensor, dtype: str) -> int:
-    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. They are not counted as lost values."""
+    """Return how many NaNs become zeros because a dtype with scales has no code for NaN. They are not counted as lost values.
+    before: the values before the cast.
+    """
     row = dtypes.BY_NAME[dtype]
     return int(torch.isnan(before).sum()) if row.kind == "int" or row.bits < 8 else 0
 

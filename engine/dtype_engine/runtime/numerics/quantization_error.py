@@ -40,7 +40,9 @@ from dtype_engine.runtime.numerics.quantize import (
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
-    """Return the error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
+    """Return the error of casting `tensor`, which has this name, to `dtype` and back: the SQNR, and how many values overflow,
+    saturate or underflow. Raises Cancelled.
+    """
     found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
     def add(first: int, x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor) -> None:
@@ -76,7 +78,9 @@ _BEST_DB = 200.0
 
 
 def _reported(sqnr: float, sums: _Sums) -> float | None:
-    """Return a tensor's SQNR, or None if this number would make the cast look better than it is (see `results.WeightError`)."""
+    """Return a tensor's SQNR, or None if this number would make the cast look better than it is: some stored values are not finite,
+    or tiny values that became zero are nearly all of the error.
+    """
     flattering = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
     return None if flattering and sqnr > -math.inf else sqnr
 
@@ -146,7 +150,9 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """Return the sums over flat values `x`, cast values `cast` and errors `delta`, which are overwritten."""
+    """Return the sums over flat values `x`, cast values `cast` and errors `delta`, which are overwritten. dtype: that of the
+    cast.
+    """
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0
     limit = saturates_beyond(dtype) if dtype in dtypes.STORAGE_DTYPES else math.inf
@@ -179,7 +185,8 @@ def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) 
 
 @single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
-    """Count the values in each power of two, floor(log2 |x|). Zeros and values that are not finite are counted separately.
+    """Return how many values of a tensor are in each power of two, floor(log2 |x|). Zeros and values that are not finite are
+    counted separately.
 
     Raises Cancelled.
     """

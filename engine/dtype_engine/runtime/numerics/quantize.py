@@ -76,7 +76,8 @@ def cast_or_quantize(
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
     """Return a copy of the values of `tensor` after a cast: in `dtype` or, if this is a format with scales such as float8 or int8,
-    dequantized to `compute`. amax: as in `cast_or_quantize`.
+    dequantized to `compute`. amax: the largest |value| of all tensors that share a tensor scale with this one; if None, it does not
+    share its scale.
     """
     data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
@@ -90,7 +91,7 @@ def quantize_in_blocks(
     on_block: Callable[[int, torch.Tensor], None],
     amax: float | None = None,
 ) -> torch.Tensor:
-    """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, as `cast_or_quantize` does.
+    """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
 
     on_block: called as `on_block(start, codes)` in several threads and in no particular order, with the flat codes of some rows and
     the index of their first element in the flattened tensor. `codes` is a reused buffer. amax: the largest |value| of all
@@ -123,7 +124,9 @@ def quantize_in_blocks(
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
-    """Return amax / top, within the limits that this module's docstring states, or 1 if amax is 0."""
+    """Return the scales amax / top, or 1 where amax is 0. A scale is at least float32's smallest normal value, and so small that
+    top times the scale is finite.
+    """
     return torch.where(amax > 0, (amax / top).clamp_(_SMALLEST_SCALE, largest_scale(top)), torch.ones_like(amax))
 
 
@@ -150,7 +153,7 @@ class Workspace:
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """Allocate buffers for pieces of at most this shape. They are cast to `dtype`, and back to `wide`."""
+        """Return new buffers for pieces of at most this shape. Pieces are cast to `dtype`, and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
@@ -203,7 +206,7 @@ def dequantize(
     """Dequantize `codes`. Returns the values in `dtype` and in the shape of the codes, computed a few rows at a time to save
     memory.
 
-    scale: float32 [channels] or [1], or [blocks down, blocks across] for `blocks`, as `cast_or_quantize` returns it.
+    scale: float32 [channels] or [1], or [blocks down, blocks across] for `blocks`.
     """
     if blocks is not None:
         return _dequantize_blocks(codes, scale, dtype, blocks)

@@ -73,7 +73,7 @@ class ForwardPass:
         self.observing_seconds = 0.0
 
     def begin(self, name: str, args: Any, kwargs: Any) -> None:
-        """Record that a module is called with the given arguments."""
+        """Record that the module `name` is called with the given arguments."""
         self.inside.append(name)
         self.began.append(len(self.finished))
         if self.effects is not None:

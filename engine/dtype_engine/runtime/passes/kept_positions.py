@@ -61,7 +61,7 @@ class KeptPositions:
         """Return the mask for a module's output, or None if all its rows are compared, for example because they are not positions.
 
         The mask is [batch, positions] for an output [batch, positions, ...], and [batch x positions] for an output in which these
-        two dimensions are flattened into one.
+        two dimensions are flattened into one. call: the number of the module's call in the pass.
         """
         mask = self.decoder if self.has_decoder and _is_of_decoder(name, call) else self.encoder
         if mask is None or output.ndim < 2:

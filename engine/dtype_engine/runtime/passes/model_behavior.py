@@ -1,4 +1,4 @@
-"""Facts about a model that its forward passes have shown."""
+"""Facts about a model that its forward passes have shown, such as which modules change their arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dtype_engine.runtime.passes.side_effects import SideEffects
 
 @dataclass
 class ModelBehavior:
-    """Facts about one model that its passes have shown, kept so that each fact is determined only once.
+    """Facts about one model that its passes have shown, such as which modules change their arguments, kept so that each fact is
+    determined only once.
 
     All measurements of a session share one instance. A new instance is always valid; it only contains fewer facts.
     """
@@ -23,12 +24,12 @@ class ModelBehavior:
     """Whether module outputs depend on more than the arguments, such as on tensors that the model updates or on random numbers."""
 
     def add_effects(self, effects: SideEffects) -> None:
-        """Add the side effects of one pass."""
+        """Add the side effects that were detected in one pass to these facts."""
         self.observed = True
         self.writers |= effects.writers
         self.stateful |= effects.drew_numbers()
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Combine two mappings from weights to the number of module calls before the first use. The smaller number of both is kept."""
+    """Return how many module calls precede the first use of each weight: the smaller number if both mappings have the weight."""
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

@@ -37,7 +37,7 @@ class PassOptions:
 
 @dataclass(slots=True)
 class PassResult(Generic[Output]):
-    """The result of a pass."""
+    """What a forward pass returned, and what was observed in it."""
 
     output: Output
     seconds: float

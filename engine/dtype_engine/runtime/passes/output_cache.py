@@ -37,7 +37,9 @@ class ModuleCall:
 
     @property
     def usable(self) -> bool:
-        """Whether the output can be reused: its kind allows this (see `record_call`), and its tensors have not been written to."""
+        """Whether the output can be reused: it has only ordinary tensors and plain values, and nothing has written to the
+        tensors.
+        """
         return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 
@@ -47,7 +49,8 @@ _OPAQUE = object()
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
-    """Create the record of a finished call. span: how many calls had finished when it began, and when it ended.
+    """Return the record of a finished call. observed: what the observer returned for it. span: how many calls had finished when it
+    began, and when it ended.
 
     The record has no reusable output if the output contains objects other than tensors and plain values (such as a key-value
     cache), or a tensor of one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later
@@ -112,7 +115,9 @@ class OutputCache:
             self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
-        """Record a call without its output. The call can only be skipped as part of a call around it. span: as in `record_call`."""
+        """Record a call without its output. The call can only be skipped as part of a call around it. span: how many calls had
+        finished when it began, and when it ended.
+        """
         if self.budget >= 0:
             self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 

@@ -96,8 +96,8 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model with its stored weights in float32 (weights stored in float64 stay in it), without a second copy of all
-        weights.
+        """Run the model by `call` with its stored weights in float32 (weights stored in float64 stay in it), without a second copy
+        of all weights.
         """
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
@@ -109,7 +109,9 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model as it is currently cast. Module outputs of `options.earlier` that can't have changed are reused."""
+        """Run the model by `call` as it is currently cast. Module outputs of `options.earlier` that can't have changed are
+        reused.
+        """
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         cache, earlier = _new_cache(forms, options), options.earlier
         prefix, reused = 0, dict[tuple[str, int], int]()
@@ -134,7 +136,7 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Run the reference, but with cast weights in the modules for which `inside(name)` is True; see `PartialCastMode`.
+        """Run the reference by `call`, but with cast weights in the modules for which `inside(name)` is True.
 
         drifting: the `id`s of the weights whose casts change results. For each module that uses one of them, the method also
         returns how many module calls had finished before this first happened.
@@ -146,7 +148,9 @@ class ForwardRunner:
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the calls to skip, as `reusable_calls` does. There are none if the model is stateful or was not observed."""
+        """Return the calls among the first `prefix` calls to skip: {(module, number of its call): index in `earlier.calls`}. There
+        are none if the model is stateful or was not observed.
+        """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.behavior.writers)
@@ -175,7 +179,9 @@ class ForwardRunner:
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
     ) -> PassResult[Output]:
-        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier` (see `reusable_calls`)."""
+        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`: {(module, number of its
+        call): index in its `calls`}.
+        """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
         try:
@@ -221,7 +227,9 @@ class ForwardRunner:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the outputs of a pass, or None if the options keep no outputs."""
+    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: a key of the values of each
+    weight, by weight name.
+    """
     if not options.cache_bytes:
         return None
     return OutputCache(forms, options.cache_bytes, options.cached)

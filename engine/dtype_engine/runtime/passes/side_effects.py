@@ -60,7 +60,9 @@ def _found_in(value: Any) -> Found:
 
 
 def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
-    """Append (object, version) to `found` for `value` and everything in it, including attributes of objects other than modules."""
+    """Append (object, version) to `found` for `value` and everything in it, including attributes of objects other than modules.
+    seen: the `id`s of the objects that were visited. depth: how many levels of nesting to inspect.
+    """
     if isinstance(value, torch.Tensor):
         found.append((value, version_of(value)))
         return

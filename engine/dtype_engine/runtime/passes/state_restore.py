@@ -50,7 +50,8 @@ def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Make a pass in the block reproducible: it starts with the same state and random numbers as every other pass, and compiled
-    code runs uncompiled. The model's state is restored after the block.
+    code runs uncompiled. The model's state is restored after the block. modules: those whose state is restored. behavior: records
+    whether anything had to be restored.
 
     `mode` also intercepts calls of TorchScript functions, which torch does not show to modes.
     """
@@ -106,7 +107,7 @@ def left_as_found(
 
 
 class _State:
-    """The saved state of modules."""
+    """The saved state of modules: their tensors, attributes and containers."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -166,7 +167,9 @@ class _State:
 
 
 def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
-    """Yield the values that differ between two dicts: the current and the saved value of each key whose values differ."""
+    """Yield the values that differ between the dict `holder` and its saved copy `had`: the current and the saved value of each key
+    whose values differ.
+    """
     for name in holder.keys() | had.keys():
         if holder.get(name) is not had.get(name):
             yield from (holder.get(name), had.get(name))
@@ -183,7 +186,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _has_same(container: Any, had: Any) -> bool:
-    """Return whether a container holds the same objects. They are compared by identity, since == on tensors is elementwise."""
+    """Return whether a container holds the same objects as its saved copy `had`. They are compared by identity, since == on tensors
+    is elementwise.
+    """
     if isinstance(container, set):
         return bool(container == had)
     same = len(container) == len(had) and all(map(is_, container, had))

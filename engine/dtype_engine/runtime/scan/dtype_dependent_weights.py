@@ -31,7 +31,7 @@ def weights_to_measure(
 
     read: the weights of operations whose output dtype was read, in the order of the pass. If there are enough sequences, they take
     turns: each measures one pair, and one sequence in every round measures none, so that the average is below one pass per
-    sequence.
+    sequence. wanted: the dtypes in which each weight is scored.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]

@@ -39,7 +39,7 @@ def reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredWeight:
-    """The measurement of one weight in one dtype."""
+    """The drift that was measured with one weight cast to one dtype."""
 
     key: Key
     score: float
@@ -134,7 +134,7 @@ class ExactScan:
         return self.report()
 
     def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
-        """Measure one weight in one dtype. Raises NoForward, KernelError, Cancelled."""
+        """Measure one weight in one dtype, and return the result. Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
         self.model.apply(self._base | dict([key]), cancelled=cancelled)

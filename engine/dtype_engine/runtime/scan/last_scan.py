@@ -37,7 +37,8 @@ class LastScan:
         """Return a scan of `model` in the dtypes `names`: the one requested last if its parameters are the same, otherwise a new
         one.
 
-        Raises UserError for an unknown dtype, and if the file `save` holds a scan with other parameters.
+        draws: the number of backward passes for each sequence; None for the default. exact: whether to measure instead of
+        estimating. Raises UserError for an unknown dtype, and if the file `save` holds a scan with other parameters.
         """
         targets = tuple(dict.fromkeys(dtypes.parse_target(name) for name in names))
         if dtypes.STORED in targets or not targets:

@@ -122,7 +122,9 @@ class _Again:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute the argument with id `key`, a function of a weight, from the new `value` of the weight. Returns its new id."""
+        """Recompute the argument with id `key`, a function of a weight, from the new `value` of the weight. Returns its new id.
+        dtype: that of `value`.
+        """
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
         if source.itself or source.written or same_memory:

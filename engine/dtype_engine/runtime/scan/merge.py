@@ -16,7 +16,7 @@ _NAMED = 12
 
 
 def merge(files: Sequence[Path]) -> SavedScan:
-    """Merge the results that several jobs have saved in `files` into one scan. Its scores are the same as if one process had run
+    """Return one scan with the results that several jobs have saved in `files`. Its scores are the same as if one process had run
     the whole scan.
 
     Raises UserError if a file is from another scan (its model, inputs, dtypes, settings, draws or method differ), if two files have
@@ -62,7 +62,9 @@ def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence that names the shards without a file, and the files of shards that did not finish."""
+    """Return a sentence that names the shards without a file, and the files of shards that did not finish. files: what each file
+    holds.
+    """
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}
     if len(counts) == 1:

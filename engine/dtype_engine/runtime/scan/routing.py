@@ -45,7 +45,7 @@ _SWAPPED = 8
 
 @dataclass(slots=True)
 class TopKCall:
-    """A call of `topk` in a pass."""
+    """A call of `torch.topk` in a pass, with which a router chooses experts."""
 
     index: int
     """The index of this call among all `topk` calls of the pass."""
@@ -71,8 +71,8 @@ class TopKSample:
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
-    """Choose the `topk` calls to sample in a sequence. Sequences sample different calls, so that together they cover all calls if
-    there are enough of them.
+    """Return the `topk` calls to sample in the sequence number `sequence`. Sequences sample different calls, so that together they
+    cover all calls if there are enough of them.
     """
     count = len(calls)
     if not count:
@@ -84,7 +84,9 @@ def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> li
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
-    """Compute the margins of a `topk` call. Returns None if the call selects all scores, or if no weight influences the scores."""
+    """Return the `topk` call with this index in the pass, with its margins. Returns None if the call selects all scores, or if no
+    weight influences the scores.
+    """
     arguments = _topk_arguments(args, kwargs)
     if arguments is None or not arguments[0].requires_grad:
         return None

@@ -46,7 +46,9 @@ class Fingerprint:
 
     @classmethod
     def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
-        """Hash the names, the shapes and a sample of the values of all weights, and hash all inputs."""
+        """Return the fingerprint of a scan. It hashes the names, the shapes and a sample of the values of all weights, and all
+        inputs.
+        """
         weights, calls = hashlib.sha256(), hashlib.sha256()
         for name, weight in model.weights.items():
             weights.update(f"{name} {weight.info.shape} {weight.info.dtype}\n".encode())
@@ -75,7 +77,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan file."""
+    """The content of a saved scan file: the results, and what they are valid for."""
 
     fingerprint: Fingerprint
     draws: int
@@ -101,7 +103,7 @@ class _TopKSample(msgspec.Struct):
     """The form in which a `TopKSample` is saved in the file of a scan."""
 
     place: int
-    """Holds `TopKSample.index`."""
+    """The index of the `topk` call in the pass (`TopKSample.index`)."""
     share: float
     margins: list[float]
     cost: float
@@ -113,10 +115,12 @@ class _Sequence(msgspec.Struct):
     """The form in which a `SequenceScores` is saved in the file of a scan."""
 
     mass: float
-    """Holds `SequenceScores.normalizer`."""
+    """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Four fields of `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
+    """Rows of (weight, dtype, sums, independent, errors, measured), with the four fields of `SequenceScores` that have these
+    names.
+    """
     selections: list[_TopKSample]
     index: int
 
@@ -245,13 +249,15 @@ def _drifts(file: _File) -> Iterator[float | None]:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Combine mappings into rows of (weight, dtype, value in each mapping or None)."""
+    """Return mappings combined into rows of (weight, dtype, value in each mapping or None)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 
 
 def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
-    """Return the values in column `number` (from 0), keyed by weight and dtype. Values that are None are omitted."""
+    """Return the values in column `number` (from 0), keyed by weight and dtype. Values that are None are omitted. rows: (weight,
+    dtype, values ...).
+    """
     return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 

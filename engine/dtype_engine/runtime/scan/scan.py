@@ -58,7 +58,9 @@ OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Return the number of backward passes per sequence, for a total of `SAMPLES`. (The error is about 15 % for six dtypes.)"""
+    """Return the number of backward passes per sequence: 24 over all sequences, but at least 4 for each. (The error of a score is
+    then about 15 % with six dtypes.)
+    """
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
@@ -69,7 +71,7 @@ def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ScannedSequence:
-    """The results of one sequence of a scan."""
+    """The results of scanning one sequence, and the time that it took."""
 
     index: int
     scores: SequenceScores
@@ -82,8 +84,9 @@ class ScannedSequence:
 
 @dataclass
 class Scan:
-    """A scan that estimates scores, which may be running, stopped or finished. `run` scans the remaining sequences. For each of
-    them it calls `measure` and then `add`; callers can do this themselves to scan sequences in other processes.
+    """Estimates, for each weight and dtype, a score: the drift of the model's output if only this weight is cast. The scan may be
+    running, stopped or finished. `run` scans the remaining sequences. For each of them it calls `measure` and then `add`; callers
+    can do this themselves to scan sequences in other processes.
     """
 
     model: LiveModel
@@ -97,7 +100,7 @@ class Scan:
     save: Path | None = None
     """A file that is read at the start and written after every sequence."""
     done: dict[int, SequenceScores] = field(default_factory=dict)
-    """The results, keyed by sequence index."""
+    """The results of the finished sequences, keyed by sequence index."""
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
@@ -136,7 +139,8 @@ class Scan:
     def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
         """Continue from the results in a file, if the file exists, and save to it from now on.
 
-        Raises UserError, with nothing changed, if the file holds another scan.
+        on_unsaved: called with the reason if the file can't be written; the scan then continues. Raises UserError, with nothing
+        changed, if the file holds another scan.
         """
         if path.exists():
             saved = scan_file.read(path, self.fingerprint, self.draws)
@@ -145,7 +149,9 @@ class Scan:
         self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        """Return whether a cast causes no drift: it rounds neither the weight nor the activations multiplied by it."""
+        """Return whether a cast causes no drift: it rounds neither the weight nor the activations multiplied by it. name: the
+        weight.
+        """
         rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
         return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
 
@@ -178,8 +184,8 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Scan the remaining sequences of this shard. `on_progress("scan", done, total)` counts operations, and
-        `on_estimate(report)` gets the report after every sequence.
+        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` counts operations,
+        and `on_estimate(report)` gets the report after every sequence.
 
         Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
         """
@@ -202,7 +208,9 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Scan one sequence, in any order. `on_measured(done, total)` counts operations. Raises the same errors as `run`."""
+        """Scan the sequence with this index, in any order, and return its results. `on_measured(done, total)` counts operations.
+        Raises the same errors as `run`.
+        """
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
             started = time.perf_counter()

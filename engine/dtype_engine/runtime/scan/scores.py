@@ -25,7 +25,7 @@ Scores = dict[Key, tuple[float, float | None]]
 
 @dataclass
 class SequenceScores:
-    """The results of one sequence, keyed by weight and dtype."""
+    """The results of scanning one sequence. The keys of the mappings are (weight, dtype)."""
 
     normalizer: float
     """The divisor of the sums: the number of positions, or the energy of the output."""
@@ -34,12 +34,12 @@ class SequenceScores:
     independent: dict[Key, float] = field(default_factory=dict)
     """Σ g²Δ², with g and Δ of `sums`. It equals `sums` if the Δ are independent, and varies far less between probes."""
     errors: dict[Key, float] = field(default_factory=dict)
-    """The standard errors of `sums`."""
+    """The standard errors of `sums` over the probes."""
     complete: bool = False
     """Whether the probes span the output space, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """The same quantity as `sums`, measured by separate passes for a few weights: see `dtype_dependent_weights`."""
+    """The same quantity as `sums`, measured by separate passes for the few weights whose dtype the model's code reads."""
 
 
 def combine_scores(
@@ -48,7 +48,9 @@ def combine_scores(
     num_probes: int,
     free: Callable[[str, str], bool],
 ) -> Scores:
-    """Return each weight's score and standard error in each dtype. A score is 0 if the cast rounds nothing (`free`)."""
+    """Return each weight's score and standard error in each dtype. done: the results of each sequence. wanted: the dtypes of each
+    weight. num_probes: backward passes per sequence. free(weight, dtype): whether the cast rounds nothing; the score is then 0.
+    """
     sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
@@ -76,7 +78,9 @@ def combine_scores(
 def _score(
     done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
-    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error."""
+    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error. done: the
+    results of each sequence; `sums` and `normalizers` are fields of them.
+    """
     parts = [each.get(key, 0.0) for each in sums]
     normalizer, count = sum(normalizers), len(normalizers)
     score = sum(parts) / normalizer if normalizer else math.inf
@@ -93,7 +97,7 @@ def _shrink_to_mean(
     scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
     """Shrink each ratio of `sums` to `independent` (see `SequenceScores`) towards its weight's mean ratio, and correct `scores` in
-    place.
+    place. wanted: the dtypes of each weight. num_probes: backward passes per sequence.
 
     All variances are relative. A sum of many products of gradients and errors is nearly Gaussian, so the variance of its mean
     square is 2 / samples.

@@ -44,7 +44,7 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """The scan of a single sequence."""
+    """Runs the scan of a single sequence: its forward pass, its backward passes, and the sums for all weights."""
 
     model: LiveModel
     wanted: Mapping[str, tuple[str, ...]]
@@ -74,7 +74,9 @@ class SequenceScan:
     _measured: int = 0
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
-        """Scan the sequence with the number `index` out of `sequences` sequences. Raises NoForward, KernelError, Cancelled."""
+        """Scan the sequence with the number `index` out of `sequences` sequences, and return its sums. Raises NoForward,
+        KernelError, Cancelled.
+        """
         output, mode = self._forward(batch)
         self._operations = mode.operations
         name, main = main_output(output)
@@ -148,7 +150,9 @@ class SequenceScan:
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
-        """Run the reference with an autograd graph. If recorded tensors are overwritten later, run it again with copies of them."""
+        """Run the reference with an autograd graph. Returns its output, and the recorder of its operations. If recorded tensors are
+        overwritten later, run it again with copies of them.
+        """
         copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
@@ -163,7 +167,9 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes: first those that start at routing margins, then those that start at the main output."""
+        """Run all backward passes: first those that start at routing margins, then those that start at the main output. calls: the
+        sampled `topk` calls. seed: that of the random signs at their margins.
+        """
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
@@ -237,11 +243,13 @@ class _Gradients:
     squares: torch.Tensor
     """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
     apart: torch.Tensor
-    """For each row of `squares`, the column of `SequenceScan._independent` to which its products are added."""
+    """For each row of `squares`, the column of the sums Σ g²Δ² (`SequenceScan._independent`) to which its products are added."""
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Stack pairs (number of the backward pass, gradient). Numbers from `count` on belong to sampled `topk` calls."""
+        """Return `gradients`, pairs (number of the backward pass, gradient), as stacked tensors. Numbers from `count` on belong to
+        sampled `topk` calls.
+        """
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.
         drawn = torch.zeros_like(gradients[0][1])
@@ -267,7 +275,9 @@ class _Reference:
             self.p = self.log_p.exp()
 
     def drift(self, other: torch.Tensor) -> float:
-        """Return the KL divergence, or the squared difference, summed over all positions, or infinity if the sum is not finite."""
+        """Return the KL divergence, or the squared difference, of the output `other` from the reference, summed over all positions,
+        or infinity if the sum is not finite.
+        """
         if not self.distribution:
             total = float((other.double() - self.values).square().sum())
         else:

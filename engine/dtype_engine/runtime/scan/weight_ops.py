@@ -144,7 +144,9 @@ class WeightOpRecorder(ReferenceMode):
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
     def _write(self, key: int, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Run a call that writes to a weight, and record it so that it can be repeated on other values of the weight."""
+        """Run a call that writes to a weight, record it so that it can be repeated on other values of the weight, and return its
+        result.
+        """
         tensor = self.weights[key].tensor
         before = self._source(tensor)
 
@@ -233,7 +235,9 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`."""
+        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`. sources:
+        the arguments that were computed from weights, by `id`.
+        """
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
         return only_weights and one and bool(results) and not any(tensor.requires_grad for tensor in results)

@@ -98,7 +98,9 @@ class Session:
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """The inputs for running the model, or None if it can't be run."""
         self.why_no_forward: str | None = None
-        """Why the model can't be run, or None if it can: a sentence with placeholders for hints (see `core.hints`)."""
+        """Why the model can't be run, or None if it can: a sentence with placeholders, which the app or the command line replaces
+        by a key or an option.
+        """
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` use."""
         self._casting = Casting(model)

@@ -30,7 +30,8 @@ class ExportedValues:
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Open all weights files of an export. In a pipeline, the name of a tensor begins with the name of its component.
+    """Return the tensors of all weights files of an export, which are read on use. In a pipeline, the name of a tensor begins with
+    the name of its component.
 
     copied: paths of files that were copied from the source, which are skipped. Raises UserError if there are no weights files, or
     if safetensors can't read one of them.

@@ -80,7 +80,9 @@ def _tensor_scale(largest: float) -> Any:
 
 
 def _in_blocks(part: Any, blocks: Blocks) -> Any:
-    """Pad a matrix with zeros to whole blocks. Returns it as [blocks down, rows of a block, blocks across, columns of a block]."""
+    """Pad a matrix with zeros to whole blocks. Returns it as [blocks down, rows of a block, blocks across, columns of a block].
+    part: the matrix.
+    """
     height, width = part.shape
     more = (-height % blocks.rows, -width % blocks.columns)
     padded = np.pad(part, ((0, more[0]), (0, more[1])))
@@ -88,7 +90,9 @@ def _in_blocks(part: Any, blocks: Blocks) -> Any:
 
 
 def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
-    """Return the factors of the codes, the scales as a file stores them, and the zero points, each [blocks down, blocks across]."""
+    """Return the factors of the codes, the scales as a file stores them, and the zero points, each [blocks down, blocks across].
+    part: the values of a matrix. of_tensor: the tensor's scale in NVFP4, or None.
+    """
     each = np.where(np.isfinite(part), part, np.float32(0))
     each = _in_blocks(each, blocks)
     low, high = each.min(axis=(1, 3)), each.max(axis=(1, 3))
@@ -131,7 +135,9 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
 
 
 def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
-    """Return the codes before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible one."""
+    """Return the codes before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible one. part:
+    the values of a matrix. scale, zero: the results of `_scales`.
+    """
     height, width = part.shape
     with np.errstate(over="ignore"):
         quotient = _in_blocks(part, blocks) / scale[:, None, :, None].astype(np.float32)
@@ -155,7 +161,7 @@ def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) 
 
 
 def _values(name: str) -> Any:
-    """Return all magnitudes of a small float format, indexed by the code without its sign bit."""
+    """Return all magnitudes of a small float format, indexed by the code without its sign bit. name: the format."""
     row = dtypes.BY_NAME[name]
     bias = 7 if name == "float8_e4m3fn" else (1 << (row.exponent - 1)) - 1
     steps = 1 << row.mantissa
@@ -167,7 +173,9 @@ def _values(name: str) -> Any:
 
 
 def _nearest(magnitudes: Any, name: str) -> Any:
-    """Return the code of the value nearest to each magnitude. On a tie, the even code wins. NaN has an arbitrary code."""
+    """Return the code of the value nearest to each magnitude. On a tie, the even code wins. NaN has an arbitrary code. name: the
+    format.
+    """
     values = _values(name)
     between = (values[1:] + values[:-1]) / 2
     index = np.searchsorted(between, magnitudes)

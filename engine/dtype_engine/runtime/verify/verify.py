@@ -113,7 +113,9 @@ class OpenExport:
         )
 
     def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
-        """Compute the tensors that the file should hold for an item from the source's values, without code of the exporter."""
+        """Return the tensors that the file should hold for an item, computed from the source's values, without code of the
+        exporter.
+        """
         values = tuple(map(self.source.read, _names_read(item)))
         if item.has_scales and item.dtype == item.stored:
             return values

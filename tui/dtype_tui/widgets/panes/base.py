@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Pane(VerticalScroll, can_focus=False):
-    """A titled box around a text."""
+    """A side pane: a titled box with a text about the experiment, which a subclass writes."""
 
     HELP = ""
     """The text that explains the terms of this pane in the help."""

@@ -88,7 +88,7 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Put the rows about lost weight values before the text.
+        """Return the text with the rows about lost weight values before it.
 
         These values are known before the drift is, and even if the drift can't be measured.
         """
@@ -102,7 +102,7 @@ class DriftPane(Pane):
         return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
     def _partial(self, partial: PartialDrift, running: bool) -> Table:
-        """Return the drift of a measurement that is still running or was stopped."""
+        """Return the drift of a measurement that is still running or was stopped. running: which of the two."""
         grid = PlainTable.labelled(gap=1)
         words = extent_text(partial.extent)
         grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
@@ -206,7 +206,9 @@ class DriftPane(Pane):
 
 
 def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
-    """Return a metric of the current recipe and, if there is a baseline recipe, the same metric of the baseline."""
+    """Return the metric `words` of the current recipe and, if there is a baseline recipe, the same metric of the baseline, as one
+    text.
+    """
     text = Text(words, style=style)
     if baseline is not None:
         text.append(f"  P {baseline}", style="not bold dim")

@@ -65,7 +65,9 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add one output's sums to `sums`. For a call that was skipped, they come from the pass whose output is reused."""
+        """Add the sums `observed` of one call of `module` to `sums`. For a call that was skipped, they come from the pass whose
+        output is reused.
+        """
         if observed is not None:
             if observed.rerouted:
                 self._routing.mark(module, observed.rerouted)

@@ -20,7 +20,7 @@ _GPU_CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class ModuleSums:
-    """The sums over the outputs of one or more calls of a module."""
+    """The sums over the elements of a module's outputs from which its drift is computed, for one or more calls."""
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
@@ -31,7 +31,7 @@ class ModuleSums:
     """
 
     def add(self, other: ModuleSums) -> None:
-        """Add the sums from other calls of the same module."""
+        """Add `other`, the sums from other calls of the same module, to these sums."""
         self.sums.add(other.sums)
         self.comparable = self.comparable and other.comparable
         self.rerouted = self.rerouted or other.rerouted

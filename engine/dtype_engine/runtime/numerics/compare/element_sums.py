@@ -25,7 +25,7 @@ _GPU_CHUNK_ELEMENTS = 1 << 22
 
 @dataclass(slots=True)
 class ElementSums:
-    """Sums over elements, all in float64."""
+    """Sums over elements of the reference's and the candidate's output, all in float64."""
 
     elements: int = 0
     nonfinite: int = 0
@@ -86,7 +86,8 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Call `sums_of` for each slice of `step` rows of an output, or elements of a flat output, and add up the results in order.
+    """Call `sums_of` for each slice of `step` rows of an output, or elements of a flat output, and return the sum of the results,
+    added up in order.
 
     `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
     because touching new memory takes longer than computing the sums.
@@ -138,7 +139,7 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Return the sums of one float64 chunk with arbitrary values."""
+    """Return the sums of one chunk of the reference r and the candidate c, float64 with arbitrary values."""
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))

@@ -63,7 +63,8 @@ class OutputMetrics:
         """Add one sequence: the reference's and the candidate's output, of the same shape.
 
         next_tokens: the class of each position's next token, int64 [batch, positions], or -100 if there is none. number: the index
-        of this sequence; if None, the sequence gets the next free index. kept: the positions to compare; see `compared_rows`.
+        of this sequence; if None, the sequence gets the next free index. kept: a mask of the positions to compare, bool [batch,
+        positions]; if None, all.
 
         Raises:
             ValueError: The shapes differ.
@@ -196,7 +197,9 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. Percentiles of few values are None."""
+    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. percentiles: the quantile (0 to 1) for
+    each name, such as p999. They are None for few values.
+    """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {

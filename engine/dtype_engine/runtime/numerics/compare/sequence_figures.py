@@ -63,7 +63,7 @@ class SequenceFigures:
 def sequence_figures(
     reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
 ) -> SequenceFigures:
-    """Compare two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device.
+    """Return the comparison of two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device.
 
     distribution: whether the outputs are logits over classes. labels: the next token's class for each row, int64 [rows] (-100:
     none).
