@@ -159,7 +159,7 @@ def synthetic_image(width: int, height: int) -> Image:
 
 
 def open_picture(path: Path, limits: InputLimits) -> Image:
-    """Return the image in a file, in colour. Raises UserError for a file that can't be read, or whose header says too many pixels."""
+    """Return the image in a file, in colour. Raises UserError if it can't be read, or has more pixels than the limit."""
     from PIL import Image, ImageOps
 
     try:
