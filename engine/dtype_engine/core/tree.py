@@ -97,6 +97,13 @@ class TensorInfo:
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
+    def why_not_cast(self) -> str:
+        """Why a rule whose pattern matches the tensor leaves it as stored, in words about the tensor."""
+        if self.castable and not self.persistent:
+            return "is a buffer that no file holds, which only a rule with its own name casts"
+        return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
+
+    @property
     def names(self) -> tuple[str, ...]:
         """All names of the tensor: `name` first, then its aliases."""
         return (self.name, *self.aliases)
