@@ -128,6 +128,11 @@ class PackedWeight:
     stem: str
 
     @property
+    def name(self) -> str:
+        """The weight's name before quantisation, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
+        return f"{self.stem}weight" if self.stem.endswith(".") else self.stem
+
+    @property
     def codes(self) -> str:
         """The name of the tensor that holds the weight's codes."""
         return self.stem + self.layout.codes

@@ -46,8 +46,8 @@ def cut_in_pickle(path: Path) -> UserError:
 def check_legacy(path: Path) -> None:
     """Check the number of opcodes in a file of torch's old format or in any bare pickle, and that the file does not end inside one.
 
-    Raises UserError for too many opcodes and for a file that is cut short, and OSError for an unreadable file. A damaged file raises
-    nothing, because torch's reader reports the damage later.
+    Raises UserError for too many opcodes and for a file that is cut short, and OSError for an unreadable file. A damaged file
+    raises nothing, because torch's reader reports the damage later.
     """
     with open_regular(path) as file:
         legacy = file.read(len(LEGACY_START)) == LEGACY_START
