@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from tests.helpers.paths import TINYNET
 
@@ -36,6 +35,8 @@ def verified(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]
 
 def saved_in(dtype: torch.dtype, source: Path, out: Path) -> Path:
     """What plain transformers writes after a cast of the whole model."""
+    import transformers
+
     transformers.LlamaForCausalLM.from_pretrained(source).to(dtype).save_pretrained(out)
     return out
 
