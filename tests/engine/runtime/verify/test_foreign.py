@@ -17,6 +17,8 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 
 UP = "model.layers.0.mlp.up_proj"
+Parts = tuple[dict[str, torch.Tensor], torch.Tensor]
+"""The tensors that another program writes for a weight, by the ends of their names, and the values that they stand for."""
 
 
 @pytest.fixture
@@ -119,6 +121,98 @@ def test_weights_that_are_not_decoded_are_named(
     found = verified(other, other)
     assert found["same"], "equal codes need no decoding"
     assert len(found["tensors"]) == 22
+
+
+def _fp8_rows(weight: torch.Tensor) -> Parts:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).bfloat16()
+    codes = (weight / scale.float()).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale, "input_scale": torch.tensor(3.0)}, codes.float() * scale.float()
+
+
+def _fp8_blocks(weight: torch.Tensor, columns: int) -> Parts:
+    """Blocks of 32 rows and so many columns, the last ones shorter: rows are 48, columns 32."""
+    scales = torch.rand(2, -(-32 // columns)) / 100 + 0.01
+    codes, values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    for row, of_row in enumerate(scales):
+        for column, scale in enumerate(of_row):
+            place = slice(32 * row, 32 * row + 32), slice(columns * column, columns * (column + 1))
+            codes[place] = (weight[place] / scale).to(torch.float8_e4m3fn)
+            values[place] = codes[place].float() * scale
+    return {"weight": codes, "weight_scale_inv": scales}, values
+
+
+def _mxfp8(weight: torch.Tensor) -> Parts:
+    exponents = torch.randint(119, 124, (48, 2), dtype=torch.uint8)
+    scales = (2.0 ** (exponents.double() - 127)).float()
+    codes = torch.cat([weight[:, :16] / scales[:, :1], weight[:, 16:] / scales[:, 1:]], 1).to(torch.float8_e4m3fn)
+    values = torch.cat([codes[:, :16].float() * scales[:, :1], codes[:, 16:].float() * scales[:, 1:]], 1)
+    return {"weight": codes, "weight_scale": exponents}, values
+
+
+def _int8_with_zero_points(weight: torch.Tensor) -> Parts:
+    scale, zero = torch.rand(48, 1) / 200 + 6e-3, torch.randint(-9, 9, (48, 1), dtype=torch.int8)
+    codes = ((weight / scale).round() + zero).clamp(-128, 127).to(torch.int8)
+    parts = {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": zero}
+    return parts, (codes.float() - zero.float()) * scale
+
+
+def _bitsandbytes(weight: torch.Tensor) -> Parts:
+    largest = weight.abs().amax(1)
+    codes = (weight / largest[:, None] * 127).round().to(torch.int8)
+    return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}, (
+        codes.float() * largest[:, None] / 127
+    )
+
+
+SCALED: dict[str, tuple[Callable[[torch.Tensor], Parts], dict[str, Any]]] = {
+    "fp8 rows": (_fp8_rows, {}),
+    "fp8 blocks of whole rows": (lambda weight: _fp8_blocks(weight, 32), {"weight_block_size": [32, 32]}),
+    "fp8 blocks, ragged": (
+        lambda weight: _fp8_blocks(weight, 24),
+        {"config_groups": {"group_0": {"weights": {"block_structure": [32, 24]}}}},
+    ),
+    "mxfp8": (_mxfp8, {}),
+    "int8 with zero points": (_int8_with_zero_points, {}),
+    "bitsandbytes": (_bitsandbytes, {}),
+}
+
+
+@pytest.mark.parametrize("form", SCALED)
+def test_codes_of_eight_bits_are_decoded(
+    form: str, make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
+) -> None:
+    make, declared = SCALED[form]
+    source, other = make_llama(initializer_range=0.2), make_llama("other", initializer_range=0.2)
+    weight = load_file(source / "model.safetensors")[f"{UP}.weight"]
+    parts, values = make(weight)
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors[f"{UP}.weight"]
+        tensors.update({f"{UP}.{name}": part for name, part in parts.items()})
+
+    changed(other, pack)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"} | declared}))
+    found = verified(other, source)
+    assert (found["differences"], found["uncompared"]) == ([], [])
+    (decoded,) = [tensor for tensor in found["tensors"] if tensor["differing"] is None]
+    assert (decoded["name"], decoded["elements"]) == (f"{UP}.weight", 48 * 32)
+    assert decoded["max_abs"] == pytest.approx(float((values.double() - weight.double()).abs().max()), rel=1e-6)
+    assert 0 < decoded["max_abs"] < float(weight.abs().max()) / 2
+
+
+def test_scales_in_the_order_of_tensor_cores_are_not_decoded(
+    make_llama: Callable[..., Path], verified: Callable[..., dict[str, Any]]
+) -> None:
+    source, other = make_llama(), make_llama("other")
+
+    def pack(tensors: dict[str, torch.Tensor]) -> None:
+        weight = tensors.pop(f"{UP}.weight")
+        tensors[f"{UP}._weight_qdata"] = weight.to(torch.float8_e4m3fn)
+        tensors[f"{UP}._weight_scale"] = torch.ones(48, 1).to(torch.float8_e8m0fnu)
+
+    changed(other, pack)
+    assert [each["name"] for each in verified(other, source)["uncompared"]] == [f"{UP}.weight"]
 
 
 def test_a_tied_weight_may_be_stored_once_or_twice(
