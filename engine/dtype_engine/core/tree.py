@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from dtype_engine.core import dtypes
@@ -354,6 +355,11 @@ class Tree:
             buffers.append(buffers[-1] + (tensor.numel if tensor.kind == "buffer" else 0))
             unknown.append(unknown[-1] + (tensor.logical_numel == "unknown"))
         return parameters, buffers, unknown
+
+    @cached_property
+    def never_cast(self) -> list[int]:
+        """Running sum over `order` of the tensors that are never cast for another reason than their dtype."""
+        return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 
     @cached_property
     def stored_bytes(self) -> int:

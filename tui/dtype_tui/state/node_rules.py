@@ -34,7 +34,10 @@ def never_cast_count(tree: Tree, node: str) -> int:
     """Return how many tensors at or below a node are never cast for another reason than their dtype: parts of quantised weights,
     and tensors that the model does not use.
     """
-    return sum(tree.tensors[name].uncastable_reason is not None for name in tensor_names(tree, node))
+    if (module := tree.modules.get(node)) is not None:
+        return tree.never_cast[module.end] - tree.never_cast[module.first]
+    found = tree.canonical(node)
+    return int(found is not None and found.uncastable_reason is not None)
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
