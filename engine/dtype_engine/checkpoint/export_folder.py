@@ -74,6 +74,12 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
         raise UserError(f"{target} {printable(objection)}, so it is no export and is not replaced; name another one")
 
 
+def is_export(folder: Path) -> bool:
+    """Return whether a folder has a recipe or a README that this program wrote. Other programs also write a `recipe.yaml`."""
+    files = ((_RECIPE, folder / "recipe.yaml"), (_README, folder / "README.md"))
+    return any(mark.match(_text(file) or "") is not None for mark, file in files)
+
+
 def missing_mark(folder: Path) -> str | None:
     """Return why a folder is not an export of this program, such as `has no recipe.yaml of an export`, or None if it is one."""
     for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):

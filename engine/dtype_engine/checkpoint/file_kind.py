@@ -6,14 +6,13 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from dtype_engine.checkpoint.pickle_size import LEGACY_START
 from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER
 from dtype_engine.checkpoint.weight_files import PICKLES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
 FileKind = Literal["safetensors", "pickle", "gguf"]
-_LEGACY_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file written before torch 1.6 begins."""
 
 
 def kind_of(path: Path) -> FileKind | None:
@@ -35,7 +34,7 @@ def _by_content(path: Path) -> FileKind | None:
         return None
     if start.startswith(b"GGUF"):
         return "gguf"
-    if start.startswith(_LEGACY_PICKLE) or (
+    if start.startswith(LEGACY_START) or (
         start.startswith(b"PK\x03\x04") and _first_name(start).endswith(b"/data.pkl")
     ):
         return "pickle"

@@ -98,8 +98,10 @@ QUANTO = Layout(
     "quantised by optimum-quanto", "._data", "._scale", _FP8 | _BYTES, ("._shift",), ("input_scale", "output_scale"),
     ("weight._data",),
 )  # fmt: skip
+COMFY_MARK = "scaled_fp8"
+"""The name of an empty tensor, which tells ComfyUI that the file has fp8 weights with scales."""
 COMFY = Layout(
-    "fp8 with scales (ComfyUI)", "weight", "scale_weight", _FP8, ("scale_input",), alone=(".scale_weight", "scaled_fp8")
+    "fp8 with scales (ComfyUI)", "weight", "scale_weight", _FP8, ("scale_input",), alone=(".scale_weight", COMFY_MARK)
 )
 LAYOUTS = (
     BLOCK_SCALED,
@@ -126,6 +128,11 @@ class PackedWeight:
 
     layout: Layout
     stem: str
+
+    @property
+    def name(self) -> str:
+        """The weight's name before quantisation, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
+        return f"{self.stem}weight" if self.stem.endswith(".") else self.stem
 
     @property
     def codes(self) -> str:

@@ -17,6 +17,8 @@ MOST_OPCODES = 5_000_000
 """
 _LEGACY_PICKLES = 5
 """Number of pickles before the raw bytes in torch's old format: magic number, version, machine, object and storage keys."""
+LEGACY_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""torch's pickled magic number 0x1950a86a20f9469cfc6c, with which every file written before torch 1.6 begins."""
 
 
 class TooManyOpcodes(Exception):
@@ -38,14 +40,21 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
         yield step
 
 
-def check_legacy(path: Path) -> None:
-    """Check the number of opcodes in a file of torch's old format or in any bare pickle.
+def cut_in_pickle(path: Path) -> UserError:
+    """Return the error for a file that ends before its pickle does."""
+    return UserError(f"{path} is cut short: it ends in the middle of its pickle; copy or download it again")
 
-    Raises UserError for too many opcodes, and OSError for an unreadable file. A damaged file raises nothing, because torch's reader
-    reports the damage later.
+
+def check_legacy(path: Path) -> None:
+    """Check the number of opcodes in a file of torch's old format or in any bare pickle, and that the file does not end inside one.
+
+    Raises UserError for too many opcodes and for a file that is cut short, and OSError for an unreadable file. A damaged file
+    raises nothing, because torch's reader reports the damage later.
     """
     with open_regular(path) as file:
-        for _ in range(_LEGACY_PICKLES):
+        legacy = file.read(len(LEGACY_START)) == LEGACY_START
+        file.seek(0)
+        for number in range(_LEGACY_PICKLES):
             try:
                 for _ in some_opcodes(file):
                     pass
@@ -54,4 +63,6 @@ def check_legacy(path: Path) -> None:
             except OSError:
                 raise
             except Exception:
+                if (legacy or number == 0) and not file.read(1):
+                    raise cut_in_pickle(path) from None
                 return

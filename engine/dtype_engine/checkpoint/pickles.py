@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dtype_engine.checkpoint.pickle_size import check_legacy
+from dtype_engine.checkpoint.pickle_size import check_legacy, cut_in_pickle
 from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
@@ -174,11 +174,13 @@ def load_pickle(path: Path, trust: bool) -> Any:
             f"{path} holds objects of classes whose code is not found: {printable(str(error), 200)}. Put the folder of that "
             "code into PYTHONPATH, or start in it"
         ) from None
-    except pickle.UnpicklingError as error:
-        raise UserError(_refused(path, error)) from None
     except Exception as error:  # torch.load meets damage in many places, each with an error of its own
         if "unexpected EOF" in str(error):
             raise UserError(f"{path} is cut short: its last tensors are missing; copy or download it again") from None
+        if isinstance(error, EOFError) or "pickle data was truncated" in str(error):
+            raise cut_in_pickle(path) from None
+        if isinstance(error, pickle.UnpicklingError):
+            raise UserError(_refused(path, error)) from None
         raise UserError(f"{path} is no PyTorch file, or it is damaged: {one_line(error, with_type=True)}") from None
 
 

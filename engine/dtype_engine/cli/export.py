@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,11 +18,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
-from dtype_engine.core.units import human_bytes, seconds_text
+from dtype_engine.core.units import human_bytes, plural, seconds_text
 from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.export import ExportReport, VerifyReport
+from dtype_engine.results.export import CastReport, ComparedTensor, ExportReport, VerifyReport
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.core.options import Options
 
 NO = 1
 _SHOWN = 20
@@ -82,7 +87,7 @@ def export(
 
 @click.command(cls=ModelCommand, rules=False)
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--against", "model", required=True, metavar="MODEL", help="The source model of the export.")
+@click.option("--against", "model", required=True, metavar="MODEL", help="The source model of FOLDER.")
 @click.option(
     "--drift",
     is_flag=True,
@@ -93,16 +98,26 @@ def export(
 def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
     """Check an export bit for bit: each tensor must have the dtype and the values that the export's recipe computes from MODEL.
 
-    The exit status is 1 if a tensor differs.
-    """
-    from dtype_engine.runtime.verify.verify import verify as check
+    FOLDER may also be a checkpoint, or its file, that another program made from MODEL. Then each tensor must be the tensor of MODEL
+    cast to the dtype that it has in FOLDER.
 
-    if not folder.is_dir():
+    The exit status is 1 if a tensor differs, is missing or new, or can't be compared.
+    """
+    from dtype_engine.checkpoint.export_folder import is_export
+
+    if not folder.exists():
         raise UserError(f"there is no folder {folder}")
     options = request.options
     if options.device == "auto":  # the CPU gives the same sums on any machine
         options = dataclasses.replace(options, device="cpu")
     source = request.locate()
+    if not is_export(folder):
+        if drift or workers is not None:
+            option = "--drift" if drift else "--workers"
+            raise UserError(f"{folder} is no export of this program: {option} is only for these")
+        return _verify_foreign(folder, source, options, as_object)
+    from dtype_engine.runtime.verify.verify import verify as check
+
     if workers is None:
         report = check(folder, source, drift, options, _rate("comparing"))
     else:
@@ -118,6 +133,19 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
         print_json(as_json(report) | {"same": report.same})
     else:
         answer(verify_text(report, _SHOWN))
+    return 0 if report.same else NO
+
+
+def _verify_foreign(path: Path, source: Source, options: Options, as_object: bool) -> int:
+    """Compare a checkpoint of another program with its source, print the result, and return the exit status."""
+    from dtype_engine.runtime.verify.foreign import compare_foreign
+
+    report = compare_foreign(path, source, options, _rate("comparing"))
+    say("")
+    if as_object:
+        print_json(as_json(report) | {"same": report.same})
+    else:
+        answer(cast_text(report, _SHOWN))
     return 0 if report.same else NO
 
 
@@ -155,6 +183,45 @@ def export_text(report: ExportReport) -> str:
             *loss_lines(report.lost),
         ]
     )
+
+
+def cast_text(report: CastReport, most: int) -> str:
+    """Return the lines that compare a checkpoint of another program with its source, with at most `most` tensors of each kind."""
+    lines = [
+        f"checkpoint {printable(report.folder, 1000)}",
+        f"against    {report.model}",
+        f"compared   {plural(len(report.tensors), 'tensor')}, {human_bytes(report.nbytes)}, in {seconds_text(report.seconds)}",
+    ]
+    groups: dict[tuple[str, str], list[ComparedTensor]] = {}
+    for tensor in report.tensors:
+        word = "exact" if tensor.exact else "decoded" if tensor.differing is None else "differs"
+        groups.setdefault((word, _change(tensor)), []).append(tensor)
+    for (word, change), tensors in groups.items():
+        worst = max(tensors, key=lambda tensor: tensor.max_abs)
+        of = f", max |Δ| {worst.max_abs:.3e} in {printable(worst.name)}" if worst.max_abs else ""
+        lines.append(f"{word:<10} {plural(len(tensors), 'tensor')} {change}{of}")
+    rows = [
+        ("differs", tensor.name, f"{tensor.differing:,} of {tensor.elements:,} values, max |Δ| {tensor.max_abs:.3e}")
+        for tensor in report.tensors
+        if tensor.differing
+    ]
+    rows += [("differs", found.name, found.what) for found in report.differences]
+    unread = [("uncompared", found.name, found.what) for found in report.uncompared]
+    for kind in (rows, unread):
+        lines += [f"{word:<10} {printable(name)} {what}" for word, name, what in kind[:most]]
+        if len(kind) > most:
+            lines.append(f"           and {len(kind) - most:,} more")
+    lines += [f"unchecked  {printable(sentence, 1000)}" for sentence in report.unchecked]
+    decoded = sum(tensor.differing is None for tensor in report.tensors)
+    counts = {"differ": len(rows), "were decoded": decoded, "were not compared": len(unread)}
+    said = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
+    lines.append("every tensor is an exact cast of the source's" if report.same else f"not all are exact casts: {said}")
+    return "\n".join(lines)
+
+
+def _change(tensor: ComparedTensor) -> str:
+    before, after = dtypes.short_name(tensor.source_dtype), dtypes.short_name(tensor.dtype)
+    return after if before == after else f"{before}→{after}"
 
 
 def verify_text(report: VerifyReport, most: int) -> str:

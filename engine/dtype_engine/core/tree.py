@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Literal
 
 from dtype_engine.core import dtypes
@@ -95,6 +96,13 @@ class TensorInfo:
         This requires a dtype in which torch can compute, or blocks that can be dequantized.
         """
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
+
+    @property
+    def why_not_cast(self) -> str:
+        """Why a rule whose pattern matches the tensor leaves it as stored, in words about the tensor."""
+        if self.castable and not self.persistent:
+            return "is a buffer that no file holds, which only a rule with its own name casts"
+        return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -347,6 +355,11 @@ class Tree:
             buffers.append(buffers[-1] + (tensor.numel if tensor.kind == "buffer" else 0))
             unknown.append(unknown[-1] + (tensor.logical_numel == "unknown"))
         return parameters, buffers, unknown
+
+    @cached_property
+    def never_cast(self) -> list[int]:
+        """Running sum over `order` of the tensors that are never cast for another reason than their dtype."""
+        return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 
     @cached_property
     def stored_bytes(self) -> int:

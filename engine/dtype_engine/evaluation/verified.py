@@ -70,4 +70,5 @@ def best(
         lost=session.lost_values(plan=make_plan(session.tree, recipes[index])),
         candidates=tuple(Candidate(solution.bytes, solution.score, measured[at]) for at, solution in enumerate(found)),
         held_out=session.inputs.description if session.inputs is not None else None,
+        coverage=session.model.coverage,
     )

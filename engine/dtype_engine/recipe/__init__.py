@@ -11,6 +11,7 @@ from dtype_engine.recipe.plan import (
     rules_in_doubt,
     select,
     tensor_bytes,
+    uncast_words,
 )
 from dtype_engine.recipe.rules import Recipe, RecipeHistory, Rule
 
@@ -29,4 +30,5 @@ __all__ = [
     "rules_in_doubt",
     "select",
     "tensor_bytes",
+    "uncast_words",
 ]

@@ -129,6 +129,7 @@ class _Loss(msgspec.Struct):
     overflowed: Annotated[int, msgspec.Meta(ge=0)]
     vanished: Annotated[int, msgspec.Meta(ge=0)]
     elements: Annotated[int, msgspec.Meta(ge=1)]
+    channels: Annotated[int, msgspec.Meta(ge=0)] = 0
 
 
 def _as(path: Path, where: str, entry: object, kind: type[_T]) -> _T:
@@ -170,7 +171,7 @@ def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
         dtype = _dtype(path, LOST, loss.dtype)
         if dtype == dtypes.STORED:
             raise UserError(f"{path}: measured.lost: {dtype} is not a dtype in which values can be lost")
-        losses.append(ValueLoss(loss.tensor, dtype, loss.overflowed, loss.vanished, loss.elements))
+        losses.append(ValueLoss(loss.tensor, dtype, loss.overflowed, loss.vanished, loss.elements, loss.channels))
     return tuple(losses)
 
 
@@ -216,7 +217,8 @@ def write_recipe(
         lines.append(f"  {LOST}:  # values that their cast made infinite (overflowed) or zero (vanished)")
         lines += [
             f"    - {{tensor: {_scalar(loss.tensor)}, dtype: {_scalar(loss.dtype) if '@' in loss.dtype else loss.dtype}, "
-            f"overflowed: {loss.overflowed}, vanished: {loss.vanished}, elements: {loss.elements}}}"
+            f"overflowed: {loss.overflowed}, vanished: {loss.vanished}, elements: {loss.elements}"
+            + (f", channels: {loss.channels}}}" if loss.channels else "}")
             for loss in lost[:MOST_LOSSES]
         ]
         if len(lost) > MOST_LOSSES:

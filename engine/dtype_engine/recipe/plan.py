@@ -250,6 +250,12 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
     return plan
 
 
+def uncast_words(tree: Tree, taken: Selection) -> str:
+    """Return the name of the first tensor that a selection leaves as stored, and the reason. There must be such a tensor."""
+    assert taken.uncastable is not None
+    return f"first {printable(taken.uncastable)}: {tree.tensors[taken.uncastable].why_not_cast}"
+
+
 _MOST_NAMES = 20_000
 """Maximum number of names with which a mistyped pattern is compared. Comparing this many names takes a second."""
 NO_CLASSES = "but this model's architecture is unknown: put a config.json that names a known one next to its files"
@@ -257,13 +263,8 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Return a sentence that says why a pattern selects nothing. taken: the result of `select`, if it was computed before."""
-    if taken is not None and taken.uncastable_count:
-        why = taken.uncastable and tree.tensors[taken.uncastable].uncastable_reason
-        return f"pattern {shortened(pattern)} matches only tensors that are never cast " + (
-            f"(first {printable(taken.uncastable or '')}: {why})"
-            if why
-            else "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"
-        )
+    if taken is not None and taken.uncastable is not None:
+        return f"pattern {shortened(pattern)} matches only tensors that it does not cast ({uncast_words(tree, taken)})"
     compiled = compile_pattern(pattern)
     if compiled.by_class and not tree.has_classes:
         return f"pattern {shortened(pattern)} matches module classes, {NO_CLASSES}"

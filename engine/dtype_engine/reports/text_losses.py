@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import OutputDrift
 
 HELP = (
-    "Values lost: finite values that a cast makes infinite, and values other than zero that it makes zero. Each tensor that loses "
-    "values is listed by name, unless the loss is only rounding: fewer than 1 in 100 of its values became zero (fewer than half in "
-    "int8, in which all values under half a step become zero), and no whole output channel did."
+    "Values lost: finite values that a cast makes infinite, and values other than zero that it makes zero. Each tensor that "
+    "loses values is listed by name, unless the loss is only rounding: fewer than 1 in 100 of its values became zero (in integers "
+    "and below 8 bits any number, because all values under half a step become zero), and every channel kept at least half of its "
+    "values."
 )
 
 
@@ -38,7 +39,7 @@ def loss_words(loss: ValueLoss) -> str:
         parts.append(f"{words} beyond its scale became the largest one")
     channels = ""
     if loss.channels and loss.vanished < loss.elements:
-        channels = f", {plural(loss.channels, 'whole channel')} of them"
+        channels = f", more than half of {plural(loss.channels, 'channel')}"
     return f"{' and '.join(parts)} in {loss.dtype}{channels}"
 
 

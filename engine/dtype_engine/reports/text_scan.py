@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, seconds_text, with_error
+from dtype_engine.reports.text import found_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport
@@ -20,7 +21,7 @@ def scan_text(report: ScanReport) -> str:
     how = "each measured alone" if report.exact else f"estimated, {report.draws} backward passes a sequence"
     passes = report.scan_seconds / report.forward_seconds if report.forward_seconds else math.nan
     lines = [
-        f"model      {report.model} on {report.device}; reference {report.reference}",
+        f"model      {report.model} on {report.device}; reference {report.reference}{found_text(report.coverage)}",
         f"inputs     {report.inputs}" + (
             f"; {report.sequences} of {report.all_sequences} sequences" if report.sequences < report.all_sequences else ""
         ),
@@ -45,7 +46,7 @@ def scan_text(report: ScanReport) -> str:
 def search_text(report: SearchReport) -> str:
     """Return a search's result: the recipe, its predicted and measured drift, and at most twelve points of the Pareto front."""
     lines = [
-        f"model      {report.model}",
+        f"model      {report.model}{found_text(report.coverage)}",
         f"memory     stored {human_bytes(report.stored_bytes)} → planned {human_bytes(report.planned_bytes)}",
         f"predicted  {report.predicted:.4e} {report.unit}",
     ]

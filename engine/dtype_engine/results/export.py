@@ -50,6 +50,50 @@ class TensorDifference:
 
 
 @dataclass(frozen=True, slots=True)
+class ComparedTensor:
+    """A tensor of a checkpoint that another program wrote, compared with the tensor of its source."""
+
+    name: str
+    source_dtype: str
+    dtype: str
+    elements: int
+    differing: int | None
+    """How many elements differ from those of the source's tensor after `Tensor.to(dtype)`, where NaN equals NaN. None for a tensor
+    that was decoded from codes and scales or from blocks, which are no cast.
+    """
+    max_abs: float
+    """The largest |Δ| between the two tensors' values; infinity if a value is finite in one of them only."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the tensor is the source's tensor, rounded to nearest by a cast to its dtype."""
+        return self.differing == 0
+
+
+@dataclass(frozen=True, slots=True)
+class CastReport:
+    """The comparison of a checkpoint that another program wrote with its source."""
+
+    folder: str
+    model: str
+    nbytes: int
+    """Bytes of the tensors that were compared, in the checkpoint's dtypes."""
+    tensors: tuple[ComparedTensor, ...]
+    differences: tuple[TensorDifference, ...]
+    """Tensors that only one of the two has, and tensors of another shape."""
+    uncompared: tuple[TensorDifference, ...]
+    """Weights whose codes this program does not decode, each with the reason."""
+    seconds: float
+    unchecked: tuple[str, ...] = ()
+    """A sentence for each property that was not compared."""
+
+    @property
+    def same(self) -> bool:
+        """Whether every tensor is an exact cast of the source's tensor, and none is missing, new or left uncompared."""
+        return not self.differences and not self.uncompared and all(tensor.exact for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The comparison of an export with the tensors that its recipe computes from the source."""
 

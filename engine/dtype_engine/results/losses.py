@@ -7,18 +7,16 @@ from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
 
-ROUNDING_SHARE = 0.01
-"""If the share of a tensor's values that become zero in a floating-point dtype is below this, the loss counts as rounding."""
-ROUNDING_SHARE_OF_INTEGERS = 0.5
-"""The same limit as `ROUNDING_SHARE`, for integers and for floats below 8 bits, which round all values under half a step to zero: 1
-in 80 normally distributed values in int8, and 1 in 13 in mxfp4, or more if there are outliers.
-"""
+_ROUNDING_SHARE = 0.01
+"""If the share of a tensor's values that become zero in a floating-point dtype is below this, the loss may count as rounding."""
 
 
-def rounding_share(dtype: str) -> float:
-    """Return the share (0 to 1) below which values that become zero in a dtype count as rounding."""
+def _rounds_to_zero(dtype: str) -> bool:
+    """Return whether a dtype is an integer or a float of less than 8 bits. In these, all values under half a step become zero, as
+    rounding: of normally distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
+    """
     row = dtypes.BY_NAME[dtype]
-    return ROUNDING_SHARE_OF_INTEGERS if row.kind == "int" or row.bits < 8 else ROUNDING_SHARE
+    return row.kind == "int" or row.bits < 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,9 @@ class ValueLoss:
     elements: int
     """The number of elements of the tensor."""
     channels: int = 0
-    """The number of output channels (first dimension; a vector is one channel) whose values the cast made all zero."""
+    """The number of output channels that lost more than half of their nonzero values. A channel is a row of the first dimension, a
+    vector is one channel, and in a block format a row of blocks is one.
+    """
     saturated: int = 0
     """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""
     nonfinite: int = 0
@@ -47,12 +47,12 @@ class ValueLoss:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the loss is only rounding: nothing overflowed or saturated, no whole channel became zero, and fewer than 1 in 100
-        values became zero (fewer than half in integers and below 8 bits).
+        """Whether the loss is only rounding: nothing overflowed or saturated, every channel kept at least half of its values, and
+        fewer than 1 in 100 values became zero (any number in integers and below 8 bits).
         """
         if self.overflowed or self.saturated or self.channels:
             return False
-        return self.vanished < rounding_share(self.dtype) * self.elements
+        return _rounds_to_zero(self.dtype) or self.vanished < _ROUNDING_SHARE * self.elements
 
     @property
     def is_listed(self) -> bool:

@@ -64,8 +64,9 @@ _SQNR: tuple[tuple[float, Word, str], ...] = (
 """(minimum SQNR in dB, word, comparison): an output whose SQNR is at least the minimum is described by this word and comparison."""
 
 HELP = (
-    "One word says what a drift means. Exact: no value differs. Under the floor: no more than the drift of the reference from "
-    "itself. If the output is a distribution, its mean KL in nats decides, by limits that llama.cpp published for LLaMA-3-8B on "
+    "One word says what a drift means. Exact: no value of the output differs. Under the floor: no more than the drift of the "
+    "reference from itself. If the output is a distribution, its mean KL in nats decides, by limits that llama.cpp published for "
+    "LLaMA-3-8B on "
     f"Wikitext-2: invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to "
     f"{KL_Q2:.3f} (q2_K; q4_K_M has {KL_Q4:.3f}), otherwise broken. For any other output its SQNR decides, by the SQNR of rounding "
     f"the output itself: invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from "

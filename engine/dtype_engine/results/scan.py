@@ -9,6 +9,7 @@ from typing import Literal
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural, with_error
+from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
 
 
@@ -52,6 +53,8 @@ class ScanReport:
     notices: tuple[str, ...] = ()
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` of the scan."""
+    coverage: Coverage | None = None
+    """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
 
     def __repr__(self) -> str:
         names = {weight.name for weight in self.weights}
@@ -128,6 +131,8 @@ class SearchReport:
     """The recipes that the search measured to choose the recipe of this report."""
     held_out: str | None = None
     """A description of the inputs on which the candidates were measured."""
+    coverage: Coverage | None = None
+    """How many of the model's tensors are in the files. None if no checkpoint was loaded."""
 
     def __repr__(self) -> str:
         measured = "" if self.measured is None else f", measured {self.measured:.4e}"

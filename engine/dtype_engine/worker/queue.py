@@ -18,6 +18,7 @@ from dtype_engine.worker.commands import (
     ApplyRecipe,
     Cancel,
     Command,
+    CountStoredLosses,
     FollowRecipe,
     FollowUp,
     JobName,
@@ -111,7 +112,7 @@ def finish(
     if outcome == "failed":
         return replace(result, failed=result.failed or isinstance(running, Measure))
     if outcome == "interrupted":
-        return replace(result, stopped=running.name) if by_user else _put_back(result, running)
+        return replace(result, stopped=job_names(queue, (running,))[0]) if by_user else _put_back(result, running)
     for command in follow_ups:
         if by_user and isinstance(command, Measure | FollowUp):
             result = replace(result, stopped=result.stopped or command.name)
@@ -127,9 +128,14 @@ def reported(queue: Queue) -> Queue:
     return replace(queue, stopped=None, dropped=(), refused=())
 
 
-def job_names(commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """Return the names of commands. A name is also the argument that cancels the command."""
-    return tuple(command.name for command in commands)
+def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
+    """Return the names of the queue's commands. A name is also the argument that cancels the command. If there is no model that can
+    be measured, a measurement has the name of the job that it then only does: counting the values that casts lose.
+    """
+    counts_only = queue.available == "files"
+    return tuple(
+        CountStoredLosses.name if counts_only and isinstance(command, Measure) else command.name for command in commands
+    )
 
 
 def supersedes(newer: Command, older: Command) -> bool:
@@ -173,11 +179,13 @@ def _in_order(commands: Iterable[Command]) -> tuple[Command, ...]:
 
 
 def _cancel(queue: Queue, name: str | None) -> Queue:
-    stops = queue.running is not None and name in (None, queue.running.name)
+    stops = queue.running is not None and name in (None, *job_names(queue, (queue.running,)))
     changed = replace(
         queue, stopping="user" if stops else queue.stopping, paused=queue.paused and not stops and name is not None
     )
     if name is not None:
-        return replace(changed, waiting=tuple(command for command in queue.waiting if command.name != name))
+        return replace(
+            changed, waiting=tuple(command for command in queue.waiting if job_names(queue, (command,)) != (name,))
+        )
     requested = (command for command in queue.waiting if not isinstance(command, FollowUp))
-    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(requested)))
+    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(queue, requested)))

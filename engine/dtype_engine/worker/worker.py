@@ -133,7 +133,8 @@ class Worker(Engine):
     def _emit_jobs(self) -> None:
         """Emit the running and waiting commands. The caller must hold the lock, so that the last event is the newest state."""
         running = self._queue.running
-        self._emit(events.Jobs(running.name if running is not None else "", job_names(self._queue.waiting)))
+        name = job_names(self._queue, (running,))[0] if running is not None else ""
+        self._emit(events.Jobs(name, job_names(self._queue, self._queue.waiting)))
 
     def _work(self) -> None:
         from dtype_engine.worker.run_commands import CommandRunner  # the first paint does not need it

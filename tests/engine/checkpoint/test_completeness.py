@@ -1,4 +1,4 @@
-"""A checkpoint that is not whole: inspect, drift and export name what is missing, and the share of what was found."""
+"""A checkpoint that is not whole: inspect, drift, scan, search and export name what is missing, and the share of what was found."""
 
 from __future__ import annotations
 
@@ -70,6 +70,9 @@ def test_what_is_missing_is_named(case: str, sharded: Path, tmp_path: Path, caps
     assert share in said.err
     assert named in said.err
     assert not said.out
+    for command in (["scan"], ["search", "--budget", "60%"]):
+        assert run(cli, "dtype-engine", [*command, str(sharded), "--sequences", "1", "--dtypes", "bf16"]) == 2
+        assert capsys.readouterr().err == said.err
     out = tmp_path / "out"
     assert run(cli, "dtype-engine", ["export", str(sharded), "--cast", "*=bf16", "-o", str(out)]) == 2
     refusal = capsys.readouterr().err
@@ -89,6 +92,19 @@ def test_a_whole_checkpoint_says_so(sharded: Path, tmp_path: Path, capsys: pytes
     assert (found["found"], found["expected"], found["incomplete"]) == (21, 21, [])
     assert run(cli, "dtype-engine", ["export", str(sharded), "-o", str(tmp_path / "out")]) == 0
     assert "21 of 21 tensors found" in capsys.readouterr().out.splitlines()[0]
+
+
+def test_scans_and_searches_say_the_share_on_the_first_line(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = [str(sharded), "--sequences", "1", "--draws", "1", "--dtypes", "bf16"]
+    for command in (["scan"], ["search", "--budget", "60%"]):
+        assert run(cli, "dtype-engine", [*command, *quick]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith("; 21 of 21 tensors found")
+    _ghost(sharded)
+    for command in (["scan"], ["search", "--budget", "60%"]):
+        assert run(cli, "dtype-engine", [*command, *quick, "--random-weights"]) == 0
+        assert capsys.readouterr().out.splitlines()[0].endswith("; 20 of 21 tensors found")
+        assert run(cli, "dtype-engine", [*command, *quick, "--random-weights", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["coverage"]["missing"] == [DOWN]
 
 
 def test_an_index_that_names_another_file_is_a_notice(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:

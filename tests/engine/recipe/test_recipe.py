@@ -154,6 +154,20 @@ def test_rules_that_take_nothing_are_told_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize(
+    ("tensor", "why"),
+    [
+        (TensorInfo("a", (2,), "complex64"), "is stored as complex64, which is never cast"),
+        (TensorInfo("a", (2,), "bool"), "is stored as bool, which is never cast"),
+        (TensorInfo("a", (2,), "float16", uncastable_reason="part of a weight that is packed by MLX"), "packed by MLX"),
+        (TensorInfo("m.a", (2,), "float32", "non-persistent buffer"), "only a rule with its own name casts"),
+    ],
+)
+def test_a_rule_that_casts_nothing_is_told_the_reason(tensor: TensorInfo, why: str) -> None:
+    with pytest.raises(UserError, match=rf"matches only tensors that it does not cast \(first {tensor.name}: .*{why}"):
+        require_matches(Tree([tensor]), Recipe((Rule("*", "bfloat16"),)))
+
+
+@pytest.mark.parametrize(
     ("typed", "meant"),
     [("*.mpl", "*.mlp"), ("*.MLP", "*.mlp"), ("Model.Layers.0.mlp", "model.layers.0.mlp"), ("model.layers.*.mpl", "")],
 )

@@ -189,6 +189,18 @@ def test_the_user_stops_one_thing_by_its_name() -> None:
     assert (queue.stopping, queue.waiting) == ("user", (TraceCasts(),))
 
 
+def test_a_measurement_of_files_alone_is_named_by_what_it_does() -> None:
+    queue = replace(running(WEIGHT), available="files")
+    queue = merge(queue, SetRecipe(HALF))
+    assert queue.waiting == (Measure(),)
+    assert job_names(queue, queue.waiting) == ("losses",)
+    assert merge(queue, Cancel("losses")).waiting == ()
+    assert merge(queue, Cancel("measure")).waiting == (Measure(),)
+    assert merge(queue, Cancel()).dropped == ("losses",)
+    counting = replace(queue, running=Measure(), waiting=())
+    assert finish(merge(counting, Cancel("losses")), "interrupted").stopped == "losses"
+
+
 def test_a_pause_outlasts_a_measurement_in_between_but_no_stop() -> None:
     scan = Scan(("int8",))
     interrupted = finish(after(running(scan), Pause(True), SetRecipe(HALF)), "interrupted")
@@ -225,8 +237,9 @@ def test_each_part_of_a_measurement_is_named_and_stopped_by_itself() -> None:
     queue = running(MeasureFloor(), FindLossRemedy(None), SAVE)
     assert queue.running is not None
     assert queue.running.name == "floor"
-    assert job_names(queue.waiting) == ("losses", "write")
-    assert job_names(merge(queue, Cancel("losses")).waiting) == ("write",)
+    assert job_names(queue, queue.waiting) == ("losses", "write")
+    without = merge(queue, Cancel("losses"))
+    assert job_names(without, without.waiting) == ("write",)
     assert merge(queue, Cancel("losses")).stopping == ""
     assert merge(queue, Cancel("floor")).stopping == "user"
     assert merge(queue, Cancel(None)).dropped == ("write",)
@@ -292,7 +305,7 @@ def test_what_is_stopped_is_done_later_or_told(queue: Queue) -> None:
         return
     ended = finish(queue, "interrupted")
     if queue.stopping == "user":
-        assert ended.stopped == queue.running.name
+        assert ended.stopped == job_names(queue, (queue.running,))[0]
     else:
         assert any(command == queue.running or supersedes(command, queue.running) for command in ended.waiting)
         gone = {id(command) for command in queue.waiting} - {id(command) for command in ended.waiting}
@@ -304,7 +317,7 @@ def test_what_the_user_drops_is_told(queue: Queue) -> None:
     cancelled = merge(queue, Cancel())
     assert cancelled.waiting == ()
     asked = [command for command in queue.waiting if not isinstance(command, FollowUp)]
-    assert cancelled.dropped == (*queue.dropped, *job_names(asked))
+    assert cancelled.dropped == (*queue.dropped, *job_names(queue, asked))
     assert (cancelled.stopping == "user") is (queue.running is not None)
 
 

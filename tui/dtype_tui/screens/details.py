@@ -74,7 +74,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if words := fused_with(tensor.name, experiment.plan.dtypes):
             grid.add_row("fused", words)
         if not tensor.castable:
-            grid.add_row("never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype for computation")
+            grid.add_row("never cast", tensor.why_not_cast)
         for loss in experiment.results.losses.values or ():
             if loss.tensor == tensor.name:
                 before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""

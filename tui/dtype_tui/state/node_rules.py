@@ -30,6 +30,16 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
     return inside, beyond
 
 
+def never_cast_count(tree: Tree, node: str) -> int:
+    """Return how many tensors at or below a node are never cast for another reason than their dtype: parts of quantised weights,
+    and tensors that the model does not use.
+    """
+    if (module := tree.modules.get(node)) is not None:
+        return tree.never_cast[module.end] - tree.never_cast[module.first]
+    found = tree.canonical(node)
+    return int(found is not None and found.uncastable_reason is not None)
+
+
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
     """Return the effect of each rule that matches tensors of a node, the last rule first."""
     effects = plan.effects(tree, tensor_names(tree, node))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dtype_engine.recipe import Rule, select, tensor_bytes
+from dtype_engine.recipe import Rule, select, tensor_bytes, uncast_words
 from dtype_engine.recipe.fused_words import fused_words
 
 if TYPE_CHECKING:
@@ -29,7 +29,9 @@ class Preview:
     """Bytes of the tensors in `tensors` under the current recipe."""
     bytes_after: int
     uncastable_count: int
-    """Number of matching tensors that are never cast."""
+    """Number of matching tensors that the rule does not cast."""
+    uncastable: str
+    """The first of these tensors and why the rule does not cast it, or "" without any."""
     fused: str = ""
     """A few words on how the rule affects weights that runtimes fuse with matching weights, or "" if it does not."""
 
@@ -49,5 +51,6 @@ def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
         sum(tensor_bytes(tensor, planned[tensor.name]) for tensor in tensors),
         sum(tensor_bytes(tensor, rule.dtype) for tensor in tensors),
         taken.uncastable_count,
+        uncast_words(tree, taken) if taken.uncastable is not None else "",
         fused_words(rule.dtype, names, planned, tree.fused_groups),
     )

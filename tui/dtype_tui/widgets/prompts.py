@@ -13,7 +13,7 @@ from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.units import human_bytes, human_count
+from dtype_engine.core.units import human_bytes, human_count, plural
 from dtype_engine.recipe import Rule, generalisations
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.preview import Preview, preview
@@ -154,7 +154,9 @@ def preview_words(preview: Preview) -> str:
     """Return a description of a preview, as in `matches 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
         if preview.uncastable_count:
-            return f"casts nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"
+            return (
+                f"casts nothing: leaves {plural(preview.uncastable_count, 'tensor')} as stored ({preview.uncastable})"
+            )
         return "matches nothing in this model"
     count = len(preview.tensors)
     fused = f" · {preview.fused}" if preview.fused else ""

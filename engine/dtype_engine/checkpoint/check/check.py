@@ -274,8 +274,8 @@ def _against(
     """Yield findings for the differences from the source, `against`: tensors that only one of the two has, and unequal shapes.
     weights: the weights that other programs quantised. parts: the names of all tensors that belong to them.
     """
-    of_weights = {_weight_name(weight) for weight in weights} | checkpoint.quantized.keys()
-    source = {_weight_name(weight) for weight in packed_weights(against.foreign)}
+    of_weights = {weight.name for weight in weights} | checkpoint.quantized.keys()
+    source = {weight.name for weight in packed_weights(against.foreign)}
     theirs = names_of_parts(packed_weights(against.foreign), against.foreign)
     source |= {name for name in against.weights if name not in theirs}
     here = {name for name in checkpoint.weights if name not in parts} | of_weights
@@ -297,9 +297,3 @@ def _against(
     for name in here - source:
         if name not in known:
             yield Finding("against-new", name, "is not in the source")
-
-
-def _weight_name(weight: PackedWeight) -> str:
-    """Return a quantised weight's name before quantization, such as `x.weight` for `x.weight_packed` or `x.qweight`."""
-    stem = weight.stem.removesuffix(".")
-    return stem if not weight.stem.endswith(".") else f"{stem}.weight"

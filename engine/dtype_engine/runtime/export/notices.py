@@ -34,7 +34,7 @@ def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mappin
         if info is None:
             unplaced.append(item.name)
         elif not info.castable:
-            fixed.append((item.name, info.uncastable_reason or f"is stored as {item.stored}, which is never cast"))
+            fixed.append((item.name, info.why_not_cast))
     notices = []
     if unplaced:
         notices.append(

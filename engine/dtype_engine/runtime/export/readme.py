@@ -151,7 +151,7 @@ def _theirs(contents: Contents) -> list[str]:
         return [
             f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first {code_span(own[0])}) are stored "
             "with scales under names that end in `_quantized`, a layout that only dtype-engine reads. transformers reports them "
-            "as missing and makes them at random.",
+            "as missing and initialises them as for training.",
         ]
     config_dtype = export_dtype(contents)
     computed = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES}

@@ -296,5 +296,6 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
     if found is None:
         return ()
     return (
-        f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all others",
+        f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
+        "others; only an attention_mask in the inputs leaves them out of the figures",
     )

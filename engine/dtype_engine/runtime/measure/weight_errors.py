@@ -63,9 +63,7 @@ def round_trips_of_live(
 def skipped(tree: Tree) -> list[SkippedTensor]:
     """Return the tensors that can never be cast, in the order of the tree, with the reasons."""
     return [
-        SkippedTensor(
-            tensor.name, tensor.dtype, tensor.uncastable_reason or f"is stored as {tensor.dtype}, which is never cast"
-        )
+        SkippedTensor(tensor.name, tensor.dtype, tensor.why_not_cast)
         for tensor in tree.order
         if not tensor.castable and tensor.persistent
     ]

@@ -25,6 +25,8 @@ from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, paral
 from dtype_engine.runtime.formats.scales import FLOAT32_MAX
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
 
+_BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
+"""The number of ones in each byte. numpy has a function for this from version 2 on."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
@@ -75,8 +77,8 @@ class LossCounter:
             return None
         total = _Counts(*map(sum, zip(*self._parts, strict=True)))
         channels = total.channels
-        if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and total.zeros >= self._width:
-            channels = _vanished_channels(self._original, self.dtype, cancelled)
+        if self.dtype not in dtypes.STORAGE_DTYPES and total.vanished and 2 * total.zeros > self._width:
+            channels = _channels_lost_by_cast(self._original, self.dtype, cancelled)
         loss = ValueLoss(
             tensor=self.name,
             dtype=self.dtype,
@@ -174,10 +176,13 @@ def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: s
         saturated = int((before.to(torch.float32).abs() > limit).sum())
         nonfinite = before.numel() - int(torch.isfinite(before).sum())
         vanished -= count_zeroed_nan(before, dtype) if zeros else 0
-    if 0 < width <= zeros:
-        empty = magnitude_bits(codes.cpu()).view(np.uint8).reshape(-1, width).max(axis=1) == 0
-        emptied = before.view(-1, width)[torch.from_numpy(empty)]
-        channels = int(((emptied != 0) & ~torch.isnan(emptied)).any(dim=1).sum())
+    if vanished and width < 2 * zeros:
+        zero = magnitude_bits(codes.cpu()).reshape(-1, width) == 0
+        # Counting bits is ten times as fast as adding up booleans.
+        many = torch.from_numpy(2 * _BIT_COUNTS[np.packbits(zero, axis=1)].sum(axis=1, dtype=np.int64) > width)
+        if bool(many.any()):
+            original = before.view(-1, width)[many.to(before.device)].cpu()
+            channels = _lost_channels((original != 0) & ~torch.isnan(original), torch.from_numpy(zero)[many])
     return _Counts(vanished=vanished, channels=channels, saturated=saturated, nonfinite=nonfinite)
 
 
@@ -220,13 +225,18 @@ def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
     return bits & np.iinfo(bits.dtype).max if values.is_floating_point() else bits
 
 
-def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Return how many output channels have nonzero values, all of which become zero in a cast. Raises Cancelled."""
+def _lost_channels(nonzero: torch.Tensor, zero_after: torch.Tensor) -> int:
+    """Return how many rows lose more than half of their nonzero values. Both arguments are bool [rows, width]."""
+    return int((2 * (nonzero & zero_after).sum(dim=1) > nonzero.sum(dim=1)).sum())
+
+
+def _channels_lost_by_cast(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
+    """Return how many output channels lose more than half of their nonzero values in a cast. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):
         if cancelled():
             raise Cancelled
         part = rows[piece]
-        gone += int(((part != 0).any(dim=1) & (part.to(target) == 0).all(dim=1)).sum())
+        gone += _lost_channels(part != 0, part.to(target) == 0)
     return gone

@@ -189,6 +189,7 @@ class ExactScan:
             ),
             notices=self.model.notices,
             activations=self.settings.quantize_activations,
+            coverage=self.model.coverage,
         )
 
     def write(self, path: Path) -> None:

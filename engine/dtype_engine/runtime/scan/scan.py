@@ -275,6 +275,7 @@ class Scan:
             ),
             notices=self.model.notices,
             activations=self.settings.quantize_activations,
+            coverage=self.model.coverage,
         )
 
     def write(self, path: Path) -> None:

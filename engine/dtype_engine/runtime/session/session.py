@@ -709,6 +709,7 @@ class Session:
             measured=measured,
             notices=self.model.notices,
             lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),
+            coverage=self.model.coverage,
         )
 
     @reading_weights

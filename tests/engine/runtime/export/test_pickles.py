@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -382,3 +383,15 @@ def test_a_file_that_is_cut_short_is_said_to_be(zipped: bool, share: float, tmp_
         open_checkpoint(path)
     with pytest.raises(UserError, match=r"half\.pt is cut short: "):
         read_tensors(path)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+@pytest.mark.parametrize("kept", [2, 14, 40, 200])
+def test_a_file_that_ends_inside_its_pickle_is_said_to_be_cut(kept: int, trust: bool, tmp_path: Path) -> None:
+    """After 14 bytes the first pickle of torch's old format, its magic number, is nearly over; a bare one is a pickle alone."""
+    torch.save({"x": torch.randn(64, 64)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "bare.pt").write_bytes(pickle.dumps({"x": list(range(500))}))
+    for path in (tmp_path / "old.pt", tmp_path / "bare.pt"):
+        path.write_bytes(path.read_bytes()[:kept])
+        with pytest.raises(UserError, match=rf"{path.name} is cut short: it ends in the middle of its pickle"):
+            open_checkpoint(path, trust)

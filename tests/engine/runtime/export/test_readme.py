@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.helpers.exporting import export_checkpoint
 from torch import nn
 
@@ -186,6 +187,92 @@ def test_exports_without_scales_load_as_it_says(
     wide = said.rpartition(" ")[2]
     assert {str(tensor.dtype) for tensor in theirs.values()} == {f"torch.{wide}"}
     assert all(torch.equal(theirs[name].double(), ours[name].double()) for name in ours)
+
+
+NORM = "model.norm.weight"
+
+
+@torch.no_grad()
+def test_scales_in_our_own_layout_are_missing_to_transformers(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    import transformers
+
+    out = tmp_path / "out"
+    readme = exported(make_llama(), out, "*.q_proj=fp8e5", "model.norm=fp8")
+    assert "can't load it: 3 weights (first `model.layers.0.self_attn.q_proj.weight`) are stored with scales" in readme
+    assert "transformers reports them as missing and initialises them as for training" in readme
+    theirs, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert info["missing_keys"] == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)} | {NORM}
+    assert bool((theirs.get_parameter(NORM) == 1).all())
+    assert not torch.equal(theirs(IDS).logits, de.load_pretrained(out)(IDS).logits)
+
+
+def test_without_a_configuration_transformers_loads_nothing(tmp_path: Path) -> None:
+    save_file({"x.weight": torch.ones(4, 4)}, tmp_path / "x.safetensors", {"format": "pt"})
+    readme = exported(tmp_path / "x.safetensors", tmp_path / "out", "*=f16")
+    assert "There is no `config.json`, so `from_pretrained` of transformers can't load it" in readme
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        loaded(tmp_path / "out", False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "package"), [("float8_e4m3fn", "compressed_tensors"), ("fp8@128x128:ue8m0", "accelerate")]
+)
+def test_the_package_that_the_readme_names_is_needed(
+    dtype: str, package: str, make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = {"accelerate": "finegrained_fp8", "compressed_tensors": "compressed_tensors"}[package]
+    quantizer = importlib.import_module(f"transformers.quantizers.quantizer_{module}")
+    monkeypatch.setattr(quantizer, f"is_{package}_available", lambda *version: False)
+    out = tmp_path / "out"
+    readme = exported(make_llama(**WIDE), out, f"*.mlp={dtype}")
+    name = package.replace("_", "-")
+    assert f"needs the {name} package" in readme or f"where the {name} package is installed" in readme
+    with pytest.raises(ImportError, match=f"(?i){name}"):
+        loaded(out, False)
+
+
+@torch.no_grad()
+def test_activations_are_quantised_by_transformers_unless_it_dequantises(
+    make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", "0.20")
+    source, logits = open_checkpoint(make_llama(**WIDE)), {}
+    for name, given in (("weights", "none"), ("both", "weights")):
+        options = de.Options(settings=de.RunSettings(quantize_activations=given))
+        export_checkpoint(source, "model", Recipe((Rule("*.mlp", "float8_e4m3fn"),)), tmp_path / name, options=options)
+        said = "Activations are quantised as its `config.json` says" in (tmp_path / name / "README.md").read_text()
+        assert said == (name == "both")
+        for dequantize in (False, True):
+            logits[name, dequantize] = loaded(tmp_path / name, dequantize)(IDS).logits
+    assert torch.equal(logits["both", True], logits["weights", True])
+    assert not torch.equal(logits["both", False], logits["weights", False])
+
+
+@torch.no_grad()
+def test_weights_that_were_quantised_before_load_as_they_did(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """An export of this program without the metadata is a checkpoint of compressed-tensors like any other."""
+    pytest.importorskip("compressed_tensors", "0.20")
+    before, out = tmp_path / "before", tmp_path / "out"
+    exported(make_llama(**WIDE), before, "*.mlp=int8")
+    save_file(load_file(before / "model.safetensors"), before / "model.safetensors", {"format": "pt"})
+    readme = exported(before, out)
+    assert "Its weights are quantised by compressed-tensors already, as they were in the source" in readme
+    expected = loaded(before, False)(IDS).logits
+    assert torch.equal(loaded(out, False)(IDS).logits, expected)
+    assert torch.equal(de.load_pretrained(out)(IDS).logits, expected)
+
+
+def test_our_own_loaders_give_the_dtypes_that_it_says(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    readme = exported(make_llama(dtype="bfloat16", **WIDE), out, "*norm=f32", "*.mlp=fp8", "*.o_proj=f16")
+    assert "every weight in the dtype of the table, except those with scales (float8_e4m3fn)" in readme
+    assert "so these become values in float32" in readme
+    wanted = {"norm": "float32", "mlp": "float32", "o_proj": "float16"}
+    for name, tensor in de.load_pretrained(out).state_dict().items():
+        of_name = next((dtype for part, dtype in wanted.items() if part in name), "bfloat16")
+        assert str(tensor.dtype) == f"torch.{of_name}", name
+    stored = {name: tensor.dtype for name, tensor in de.open(str(out)).tree.tensors.items()}
+    assert {dtype for name, dtype in stored.items() if ".mlp." in name} == {"float8_e4m3fn"}
 
 
 HOSTILE = "b<script>alert(1)</script>`|[x](http://e)*![i](j)\u202e\n# h"

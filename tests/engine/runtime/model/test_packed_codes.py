@@ -99,6 +99,7 @@ def test_a_rule_for_codes_alone_is_refused_by_name(
         assert run(cli, "dtype-engine", [command, str(folder), "--cast", f"{LAYER}=bf16"]) == 2
         assert f"{LAYER}." in (said := capsys.readouterr().err)
         assert "packed by MLX" in said
+        assert "matches only tensors that it does not cast" in said
 
 
 def test_scales_and_weights_that_do_not_pair_are_refused_by_name(

@@ -190,6 +190,43 @@ def test_a_distribution_over_positions_gives_padding_no_probability() -> None:
     assert (report.output.elements, report.sequences.left_out) == (14, 4)
 
 
+class Tagger(nn.Module):
+    """Its mask is known in its forward alone; an attention_mask only tells what is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb = nn.Embedding(50, 16)
+        self.enc = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.enc(self.emb(input_ids), src_key_padding_mask=input_ids == 0))}
+
+
+def test_padding_that_only_forward_knows_counts_until_a_mask_is_given() -> None:
+    model = Tagger().eval()
+    ids = torch.randint(1, 50, (3, 8), generator=torch.Generator().manual_seed(1))
+    ids[1, 5:] = ids[2, 3:] = 0
+    rounded = Tagger().eval()
+    weight = rounded.head.weight.data
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    rounded.head.weight.data = (weight / scale).round() * scale
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad():
+            p, q = (each(ids)["logits"].double().log_softmax(-1) for each in (model, rounded))
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    kl = (p.exp() * (p - q)).sum(-1)
+    for given, kept in (({}, ids >= 0), ({"attention_mask": (ids != 0).long()}, ids != 0)):
+        session = de.open(Tagger().eval(), inputs={"input_ids": ids, **given})
+        session.cast("head.weight", "int8")
+        output = session.drift().output
+        assert output.positions == int(kept.sum())
+        assert output.kl_mean == pytest.approx(float(kl[kept].mean()), rel=1e-4)
+
+
 class Named(nn.Module):
     """Takes a mask by position."""
 

@@ -7,17 +7,21 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
 from dtype_tui.rendering.cells import colour, truncate
-from dtype_tui.state.node_rules import effects_on
+from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.widgets.panes.base import Pane
 
 
 class RecipePane(Pane):
-    """Shows the rules in order, and below them which rules decide the dtypes of the node under the cursor."""
+    """Shows the rules in order, and below them which rules decide the dtypes of the node under the cursor, and how many of its
+    tensors are never cast.
+    """
 
     HELP = (
         "Rules in the order in which they were made, with the number of tensors that each matches; the last rule that matches "
-        "wins. Below: the rules that match the node under the cursor."
+        "wins. Below: the rules that match the node under the cursor, and how many of its tensors are "
+        "never cast, such as those of quantised weights."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -48,12 +52,13 @@ class RecipePane(Pane):
         rows = effects_on(experiment.tree, experiment.plan, node)
         label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 14))
         if not rows:
-            text.append(f"{label}: as stored", style="dim")
-            return text
+            text.append(f"{label}: as stored\n", style="dim")
         for effect in rows:
             won, taken = effect.decides, len(effect.tensors)
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
             text.append(f"{label}: ", style="dim")
             text.append(f"rule {effect.index + 1} {verdict}\n", style="" if won else "dim")
+        if fixed := never_cast_count(experiment.tree, node):
+            text.append(f"{label}: {plural(fixed, 'tensor')} never cast\n", style="dim")
         text.right_crop(1)
         return text

@@ -1,0 +1,234 @@
+"""Compares a checkpoint that another program wrote with its source: which tensors are exact casts, and how far off the others are.
+
+Nothing says how such a checkpoint was made, so each tensor is compared with the source cast to the tensor's own dtype.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dtype_engine.checkpoint import Checkpoint, open_checkpoint, unchanged
+from dtype_engine.checkpoint.packed_weights import COMFY, COMFY_MARK, packed_weights, quantized_parts
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.results.export import CastReport, ComparedTensor, TensorDifference
+from dtype_engine.runtime.export.export import OnBytes
+from dtype_engine.runtime.model.describe import describe
+from dtype_engine.runtime.model.load import load
+from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
+from dtype_engine.runtime.verify.scaled_codes import decoder
+from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
+
+_AT_ONCE = 1 << 22
+"""Number of elements that are compared at once. Their values take eight bytes each."""
+_PART = "part of a weight that is "
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The tensors of one of the two models, under the names that the model gives them."""
+
+    stored: Mapping[str, tuple[str, tuple[int, ...]]]
+    """The stored dtype and the shape of each tensor, by name. The dtype is a name in `core.dtypes` or of a block format of GGUF."""
+    read: Callable[[str], torch.Tensor]
+    """A function that reads a tensor's values by its name."""
+    unchecked: tuple[str, ...] = ()
+    decoded: frozenset[str] = frozenset()
+    """The tensors whose values `read` computes from codes and scales, or from blocks."""
+    parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """For each tensor that is part of a weight which is not decoded: the weight's name before quantisation, and what the weight is.
+    """
+
+
+def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
+    """Return the tensors of a checkpoint, which loaders of other packages read, and decode those that are 8-bit codes with scales.
+
+    Raises UserError.
+    """
+    weights = checkpoint.weights
+    values = of_files(checkpoint.files, frozenset(weights), trust, checkpoint.form == "diffusers")
+    reasons = quantized_parts(checkpoint.foreign, checkpoint.config)
+    stored = {name: (checkpoint.dtype(name), tensor.shape) for name, tensor in weights.items()}
+    of_part, decoders = dict[str, str](), dict[str, Callable[[], torch.Tensor]]()
+    for name in checkpoint.quantized:
+        decoders[name] = partial(read_tensor, checkpoint, name)
+    for weight in packed_weights(checkpoint.foreign):
+        of_part |= dict.fromkeys(weight.names, weight.name)
+        if (decode := decoder(weight, checkpoint.tensors, checkpoint.config, values.read)) is not None:
+            decoders[weight.name] = decode
+            codes = stored[weight.codes]
+            for name in (*weight.names, *([COMFY_MARK] if weight.layout is COMFY else [])):
+                stored.pop(name, None)
+                reasons.pop(name, None)
+            stored[weight.name] = codes
+
+    def read(name: str) -> torch.Tensor:
+        return decoders[name]() if name in decoders else values.read(checkpoint.aliases.get(name, name))
+
+    blocks = {name for name, tensor in weights.items() if tensor.packed}
+    parts = {name: (of_part.get(name, name), why.removeprefix(_PART)) for name, why in reasons.items()}
+    return _Side(stored, read, (), frozenset(blocks | decoders.keys()), parts)
+
+
+def _of_values(values: SourceValues) -> _Side:
+    tensors = {name: values.read(name) for name in values.names}
+    stored = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return _Side(stored, values.read, values.unchecked)
+
+
+def compare_foreign(
+    path: Path,
+    source: Source,
+    options: Options,
+    on_bytes: OnBytes = lambda done, total: None,
+    cancelled: IsCancelled = never,
+) -> CastReport:
+    """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`.
+
+    Weights that the architecture ties are compared under any of their names. Raises UserError if one of the two can't be read or if
+    they have no name in common, and Cancelled.
+    """
+    started = time.perf_counter()
+    other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
+    identities = (*other.identities, *(checkpoint.identities if checkpoint is not None else ()))
+    with unchanged(identities):
+        theirs = _of_checkpoint(other, options.trust_pickle)
+        if checkpoint is not None:
+            ours = _of_checkpoint(checkpoint, options.trust_pickle)
+        else:
+            ours = _of_values(of_module(load(source, options).module))
+        pairs = _Pairs(theirs, ours, describe(source, options, checkpoint).tree)
+        if not pairs.same and not pairs.undecoded:
+            raise UserError(
+                f"{path} and {source.title} have no tensor's name in common, so there is nothing to compare: the first are "
+                f"{printable(next(iter(theirs.stored)))} and {printable(next(iter(ours.stored)))}"
+            )
+        sizes = {name: _nbytes(*theirs.stored[name]) for name in pairs.same}
+        whole = sum(sizes.values())
+        tensors, differences, undecoded = list[ComparedTensor](), list[TensorDifference](), dict(pairs.undecoded)
+        done = 0
+        for name, found in pairs.same.items():
+            if cancelled():
+                raise Cancelled
+            if (shape := theirs.stored[name][1]) != (wanted := ours.stored[found][1]):
+                differences.append(TensorDifference(name, f"is {list(shape)}, and {list(wanted)} in the source"))
+            else:
+                try:
+                    tensors.append(_compared(name, found, theirs, ours))
+                except NotImplementedError:  # torch does not convert float4_e2m1fn_x2
+                    undecoded[name] = f"{theirs.stored[name][0]}, and {ours.stored[found][0]} in the source"
+            done += sizes[name]
+            on_bytes(done, whole)
+        differences += pairs.only_in_source()
+    differences += [TensorDifference(name, "is not in the source") for name in pairs.extra]
+    return CastReport(
+        folder=str(path),
+        model=source.title,
+        nbytes=whole,
+        tensors=tuple(tensors),
+        differences=tuple(differences),
+        uncompared=tuple(TensorDifference(name, f"is {what}") for name, what in undecoded.items()),
+        seconds=time.perf_counter() - started,
+        unchecked=ours.unchecked,
+    )
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a stored tensor without scales. Of a block format of GGUF, the bits of an element are not known: 8."""
+    row = dtypes.BY_NAME.get(dtype)
+    return math.prod(shape) * (row.bits if row is not None else 8) // 8
+
+
+class _Pairs:
+    """Which tensor of the source each tensor of the other checkpoint is compared with.
+
+    same: the name in the source for each name in the checkpoint. extra: names that the source lacks. undecoded: what each weight is
+    that can't be compared, because its values are not decoded in one of the two.
+    """
+
+    def __init__(self, theirs: _Side, ours: _Side, tree: Tree) -> None:
+        self._theirs, self._ours, self._tree = theirs, ours, tree
+        self.same: dict[str, str] = {}
+        unknown = []
+        for name in theirs.stored:
+            found = self._name_in(ours, name)
+            if found is None:
+                unknown.append(name)
+            elif theirs.stored[name] == ours.stored[found] or not (name in theirs.parts or found in ours.parts):
+                self.same[name] = found
+        kept = set(self.same.values())
+        self.undecoded = {weight: what for name, (weight, what) in theirs.parts.items() if name not in self.same}
+        for name, (weight, what) in ours.parts.items():
+            if name not in kept and weight in theirs.stored:
+                self.undecoded.setdefault(weight, f"{what} in the source")
+        self.extra = [name for name in unknown if name not in theirs.parts and name not in self.undecoded]
+
+    def _name_in(self, side: _Side, name: str) -> str | None:
+        """Return the name under which a side has a tensor: this one, or another name of the same tied weight."""
+        info = self._tree.canonical(name)
+        return next((each for each in (name, *(info.names if info is not None else ())) if each in side.stored), None)
+
+    def only_in_source(self) -> list[TensorDifference]:
+        """Return the tensors of the source that the checkpoint lacks. A tied weight may be in it under another of its names."""
+        ours, kept, found = self._ours, set(self.same.values()), []
+        for name in ours.stored:
+            weight = ours.parts[name][0] if name in ours.parts else name
+            if name in kept or weight in self.undecoded:
+                continue
+            if self._name_in(self._theirs, name) not in self.same:
+                found.append(TensorDifference(name, "is in the source alone"))
+        return found
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's elements: uint8 [elements, bytes of an element]."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
+
+
+def _compared(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
+    """Compare two tensors of one shape, some elements at a time."""
+    (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
+    before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)
+    target = None if name in theirs.decoded else torch_dtype(dtype)
+    if name in theirs.decoded and found in ours.decoded and dtype == source_dtype:
+        target = after.dtype  # blocks or codes of one format, whose values can be equal
+    differing, largest = 0, 0.0
+    for start in range(0, len(after), _AT_ONCE):
+        old, new = before[start : start + _AT_ONCE], after[start : start + _AT_ONCE]
+        if target is not None:
+            cast = old.to(target).to(new.dtype)  # a reader may widen, as that of GGUF does bfloat16
+            differing += int((~_equal(cast, new)).sum())
+        largest = max(largest, _largest_difference(old, new))
+    return ComparedTensor(name, source_dtype, dtype, len(after), differing if target is not None else None, largest)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return for each element of two tensors in one dtype whether its bits are equal, or NaN in both."""
+    equal = (_bits(one) == _bits(other)).all(dim=1)
+    if one.is_floating_point() and not bool(equal.all()):
+        equal |= torch.isnan(one.to(torch.float32)) & torch.isnan(other.to(torch.float32))
+    return equal
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return the largest |Δ| of two tensors, in float64. It is infinity if a value that is not finite differs."""
+    if one.dtype == other.dtype and torch.equal(_bits(one), _bits(other)):
+        return 0.0
+    wide = torch.complex128 if one.is_complex() or other.is_complex() else torch.float64
+    one, other = one.to(wide), other.to(wide)
+    off = (one - other).abs()
+    off[(one == other) | (torch.isnan(one) & torch.isnan(other))] = 0
+    return float(off.nan_to_num(nan=torch.inf, posinf=torch.inf).max()) if len(off) else 0.0

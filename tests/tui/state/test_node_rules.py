@@ -1,0 +1,33 @@
+"""What the prompt and the Recipe pane say of a rule over weights that another program quantised."""
+
+from __future__ import annotations
+
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_tui.state.node_rules import effects_on, never_cast_count
+from dtype_tui.state.preview import preview
+from dtype_tui.widgets.prompts import preview_words
+
+WHY = "part of a weight that is quantised by gptq, 4 bit"
+PARTS = {"qweight": "int32", "scales": "float16", "qzeros": "int32"}
+TREE = Tree(
+    [
+        TensorInfo("norm.weight", (8,), "bfloat16"),
+        *(TensorInfo(f"mlp.up.{name}", (8,), dtype, uncastable_reason=WHY) for name, dtype in PARTS.items()),
+        TensorInfo("ids", (8,), "int64"),
+    ]
+)
+
+
+def test_a_prompt_for_quantised_weights_says_that_they_stay_and_why() -> None:
+    planned = make_plan(TREE, Recipe()).dtypes
+    words = preview_words(preview(TREE, planned, Rule("mlp", "float16")))
+    assert words == f"casts nothing: leaves 3 tensors as stored (first mlp.up.qweight: {WHY})"
+    assert preview_words(preview(TREE, planned, Rule("*", "float16"))).startswith("matches 1 tensor ")
+
+
+def test_a_node_names_its_tensors_that_no_rule_casts() -> None:
+    plan = make_plan(TREE, Recipe((Rule("*", "float16"),)))
+    assert [never_cast_count(TREE, node) for node in ("", "mlp", "mlp.up.scales", "norm", "ids")] == [3, 3, 1, 0, 0]
+    assert effects_on(TREE, plan, "mlp") == []
+    assert [effect.decides for effect in effects_on(TREE, plan, "")] == [1]
