@@ -278,7 +278,8 @@ class WeightMode(TorchFunctionMode):
         found = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         if self.rounding is None:
             return self._with_values(func, name, args, kwargs, tensors, found, None)
-        quantized = {key: weight.dtype for key, weight in found.items() if self.is_quantized(weight)}
+        weights = [weight for tensor in tensors if (weight := self.weights.get(id(tensor))) is not None]
+        quantized = {id(weight.tensor): weight.dtype for weight in weights if self.is_quantized(weight)}
         formats = self.rounding.formats(tensors, quantized)
         rounds = self.rounding.wanted(name, args, kwargs, formats) if formats else None
         output = self._with_values(func, name, args, kwargs, tensors, found, rounds)

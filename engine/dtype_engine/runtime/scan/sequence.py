@@ -28,8 +28,9 @@ from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.state_restore import as_every_pass
-from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode, weights_to_measure
+from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
+from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed
 from dtype_engine.runtime.scan.probes import OutputProbes
 from dtype_engine.runtime.scan.routing import (
     Key,
@@ -104,16 +105,24 @@ class SequenceScan:
             output = main_output(self._call(batch, mode))[1]
             return reference.drift(compared_rows(output, classes_dim, kept))
 
+        by_id, device = self.model.by_id, self.model.device
+
+        def drift_of(cast: Mapping[str, str]) -> float:
+            return drift(CastWeightsMode(by_id, device, cast, self.local))
+
         with torch.no_grad():
             for sample, call in zip(self._samples, calls, strict=True):
                 rows = tokens_to_swap(call.margins.detach())
-                by_id, device = self.model.by_id, self.model.device
                 sample.cost = drift(SwapTopKMode(by_id, device, call.index, rows)) / max(1, int(rows.sum()))
             measured = {
-                key: drift(SingleWeightCastMode(self.model.by_id, self.model.device, *key))
+                key: drift_of(dict([key]))
                 for key in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
             }
-        return self._scores(probes, 0.5 if distribution else 1.0, measured)
+            scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
+            followed = {name for (name, _), value in scores.sums.items() if value}
+            for key, value in measure_unfollowed(drift_of, self.costly, mode.unfollowed, followed).items():
+                scores.replace(key, value)
+        return scores
 
     def _scores(self, probes: OutputProbes, half: float, measured: dict[Key, float]) -> SequenceScores:
         sums: dict[Key, float] = {}
