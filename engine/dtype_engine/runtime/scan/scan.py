@@ -211,6 +211,7 @@ class Scan:
                 seconds = runner.reference(partial(batch.run, self.model.module)).seconds
             one = SequenceScan(
                 self.model,
+                runner,
                 self.wanted,
                 self._costly,
                 self.backward_passes,
