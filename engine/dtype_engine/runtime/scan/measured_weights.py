@@ -1,8 +1,8 @@
 """Measures weights whose effect on the output the scan can't follow, each in a separate pass.
 
-A weight's effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or gives
-it to code that no mode sees. `WeightOpRecorder.unfollowed` has the first three kinds. A weight of the fourth kind has an estimate of 0,
-as have weights that the model does not use. To tell them apart, one pass casts all weights with an estimate of 0 at once.
+An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or gives it to
+code that no mode sees. `WeightOpRecorder.unfollowed` holds the first three kinds of weights. Those of the last kind have an estimate
+of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0 at once.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ def measure_unfollowed(
 ) -> dict[Key, float]:
     """Return the drift of each weight that the scan did not follow, in each of its dtypes.
 
-    drift: returns the drift of a pass in which the given weights are cast. costly: the dtypes of each weight to be scored. unfollowed:
-    the weights of which a use was not recorded. followed: the weights with an estimate that is not 0. Raises UserError if more than
-    `MOST_PASSES` passes are needed.
+    drift: returns the drift of a pass that casts weights, given as a mapping from names to dtypes. costly: the dtypes in which each
+    weight is to be scored. unfollowed: the weights of which a use was not recorded. followed: the weights with an estimate that is
+    not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]

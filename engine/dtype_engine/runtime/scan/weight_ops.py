@@ -5,8 +5,8 @@ A pass under `WeightOpRecorder` computes the reference with an autograd graph. T
 arguments, and puts a hook on the output that receives the gradient in the backward pass. The recorder needs no knowledge of modules
 or architectures.
 
-Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, or the model writes to its memory.
-The names of these weights are in `unfollowed`.
+Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, or the model writes to its
+memory. The names of these weights are in `unfollowed`.
 """
 
 from __future__ import annotations
@@ -136,6 +136,7 @@ class WeightOpRecorder(ReferenceMode):
         written = self.standing_for.get(args[0]) if _writes_first(name, args) else None
         if written is not None and self.written.get(written) is args[0] and written not in self._opaque:
             return self._write(written, func, name, args, kwargs)
+        args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
@@ -168,11 +169,14 @@ class WeightOpRecorder(ReferenceMode):
 
     def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
         before = set(self._held)
-        args, kwargs = super()._before_write(args, kwargs)
+        given, kwargs = super()._before_write(args, kwargs)
         base = base_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        of_part = self.standing_for.get(base, 0) if base is not None else 0  # a part of a weight that was written before
-        self._hide({of_part, *(self._held.keys() - before)})
-        return args, kwargs
+        of_part = (
+            self.standing_for.get(base, 0) if base is not None else 0
+        )  # a part of a weight that was written before
+        listed = map(id, args[0]) if args and isinstance(args[0], list) else ()
+        self._hide({of_part, *(self._held.keys() - before), *listed})
+        return given, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
         source = self._source(value)
