@@ -1,8 +1,8 @@
 """Measures weights whose effect on the output the scan can't follow, each in a separate pass.
 
 An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or gives it to
-code that no mode sees. `WeightOpRecorder.unfollowed` holds the first three kinds of weights. Those of the last kind have an estimate
-of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0 at once.
+code that no mode sees. `WeightOpRecorder.unfollowed` holds the first three kinds of weights. Those of the last kind have an
+estimate of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0.
 """
 
 from __future__ import annotations

@@ -141,6 +141,9 @@ class WeightOpRecorder(ReferenceMode):
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         values = self.current_values(replaced, None, name)
+        # The memory of these is restored after the pass, but the backward pass needs the values that the operation used.
+        changed = [tensor for tensor in tensors if id(tensor) in self._opaque and id(tensor) not in self.written]
+        values |= {id(tensor): _copied(tensor) for tensor in changed}
         given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
         if not sources:
             if name == "topk":
