@@ -192,7 +192,7 @@ class SequenceScan:
         except (RuntimeError, NotImplementedError) as error:
             text = " ".join(str(error).split())[:300]
             raise NoForward(
-                f"the scan's backward pass failed; scan --exact measures each weight without one ({text})"
+                f"the scan's backward pass failed: {text}; scan --exact measures each weight without one"
             ) from error
 
     def _on_gradient(self, operation: WeightOp, index: int, gradient: torch.Tensor) -> None:
