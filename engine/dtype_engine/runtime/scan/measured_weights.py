@@ -2,7 +2,8 @@
 
 An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or gives it to
 code that no mode sees. `WeightOpRecorder.unfollowed` holds the first three kinds of weights. Those of the last kind have an
-estimate of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0.
+estimate of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0,
+or as many of them as fit into memory.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ def measure_unfollowed(
     costly: Mapping[str, Sequence[str]],
     unfollowed: Collection[str],
     followed: Collection[str],
+    errors: LocalErrors,
 ) -> dict[Key, float]:
     """Return the drift of each weight that the scan did not follow, in each of its dtypes.
 
@@ -93,7 +95,7 @@ def measure_unfollowed(
             limit.append(_NOISE * drift({}))
         return bool(moved) and moved > limit[0]
 
-    waiting = [unknown] if unknown else []
+    waiting = _groups(unknown, errors)
     while waiting:
         _check(found, costly)
         names = waiting.pop()
@@ -103,6 +105,20 @@ def measure_unfollowed(
             waiting += [names[middle:], names[:middle]] if middle else []
     _check(found, costly)
     return {(name, dtype): drift({name: dtype}) for name in found for dtype in costly[name]}
+
+
+def _groups(names: Sequence[str], errors: LocalErrors) -> list[list[str]]:
+    """Divide weights into groups whose cast values together fit into the memory budget for cast weights."""
+    groups: list[list[str]] = []
+    held = errors.budget
+    for name in names:
+        size = 4 * errors.weights[name].info.numel
+        if held + size > errors.budget:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
 
 
 def _check(found: Sequence[str], costly: Mapping[str, Sequence[str]]) -> None:

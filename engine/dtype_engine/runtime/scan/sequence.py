@@ -123,7 +123,8 @@ class SequenceScan:
             }
             scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
             followed = {name for (name, _), value in scores.sums.items() if value}
-            for key, value in measure_unfollowed(drift_of, self.costly, mode.unfollowed, followed).items():
+            found = measure_unfollowed(drift_of, self.costly, mode.unfollowed, followed, self.local)
+            for key, value in found.items():
                 scores.replace(key, value)
         return scores
 

@@ -167,9 +167,12 @@ class Unused(nn.Module):
         return x + hidden[3] + torch.from_numpy(hidden[7].detach().numpy())
 
 
-def test_one_weight_that_matters_is_found_among_many_that_do_not() -> None:
+@pytest.mark.parametrize("budget", [1 << 20, 512])
+def test_weights_that_matter_are_found_among_many_that_do_not(budget: int) -> None:
+    """Also where the memory holds one cast weight only."""
     session = de.open(Unused(), inputs=(INPUTS,))
-    scan, exact = session.scan(["int8"], draws=200).scores(), session.scan(["int8"], exact=True).scores()
+    scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
+    exact = session.scan(["int8"], exact=True).scores()
     assert {name for (name, dtype), score in scan.items() if dtype == "int8" and score} == {
         f"layers.{number}.{each}" for number in (3, 7) for each in ("weight", "bias")
     }
