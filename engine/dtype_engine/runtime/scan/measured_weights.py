@@ -124,6 +124,6 @@ def _groups(names: Sequence[str], errors: LocalErrors) -> list[list[str]]:
 def _check(found: Sequence[str], costly: Mapping[str, Sequence[str]]) -> None:
     if sum(len(costly[name]) for name in found) > MOST_PASSES:
         raise UserError(
-            f"the scan can't follow what more than {MOST_PASSES // max(map(len, costly.values()))} weights do, such as "
-            f"{found[0]}: scan --exact measures each weight"
+            f"more than {MOST_PASSES // max(map(len, costly.values()))} weights, such as {found[0]}, act on the output without "
+            "a gradient, so the scan can't estimate their scores; scan --exact measures each weight"
         )
