@@ -313,18 +313,19 @@ class WeightMode(TorchFunctionMode):
             weight = next((each for each in self._sharing_memory(inner) if id(each) in self.replaced), None)
             if weight is None:
                 continue
-            info = self.weights[id(weight)].info
             self.note_use(id(weight))
+            found = {id(weight): self.weights[id(weight)]}
+            others = [each for each in tensors if each.dtype not in self._narrow]
+            value = self.current_values(found, self._activation_dtype(others), name)[id(weight)]
+            if unwrapped(value)[0].data_ptr() == weight.data_ptr():
+                continue  # here the pass uses the weight as the module holds it
             if wrap is None or (inner.shape, inner.stride(), inner.data_ptr()) != (
                 weight.shape, weight.stride(), weight.data_ptr(),
             ):  # fmt: skip
                 raise NoForward(
-                    f"{self.module or 'the model'} gives {info.name} to {name} in a way in which its values in "
-                    f"{dtype_name(inner.dtype)} can't be replaced; the model runs only with this weight in float32"
+                    f"{self.module or 'the model'} gives {found[id(weight)].info.name} to {name} in a way in which its values "
+                    f"in {dtype_name(inner.dtype)} can't be replaced; the model runs only with this weight in float32"
                 )
-            others = [each for each in tensors if each.dtype not in self._narrow]
-            found = {id(weight): self.weights[id(weight)]}
-            value = self.current_values(found, self._activation_dtype(others), name)[id(weight)]
             new[id(tensor)] = wrap(value)
             if self.rounding is not None and self.is_quantized(self.weights[id(weight)]):
                 self.rounding.left_wide.add(name)

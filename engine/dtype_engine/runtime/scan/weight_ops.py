@@ -174,11 +174,10 @@ class WeightOpRecorder(ReferenceMode):
         before = set(self._held)
         given, kwargs = super()._before_write(args, kwargs)
         base = base_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
-        of_part = (
-            self.standing_for.get(base, 0) if base is not None else 0
-        )  # a part of a weight that was written before
+        # The call may write to a part of a weight to which the pass has written before, or to a list of weights.
+        part_of = self.standing_for.get(base, 0) if base is not None else 0
         listed = map(id, args[0]) if args and isinstance(args[0], list) else ()
-        self._hide({of_part, *(self._held.keys() - before), *listed})
+        self._hide({part_of, *(self._held.keys() - before), *listed})
         return given, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
