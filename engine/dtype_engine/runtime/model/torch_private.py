@@ -31,6 +31,7 @@ __all__ = [
     "scripted_calls",
     "slots_of",
     "tensor_slots",
+    "unwrapped",
     "version_of",
 ]
 
@@ -44,6 +45,25 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has no memory of its own."""
+
+
+def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
+    """Return the tensor inside of wrappers, and a function that wraps another tensor in the same way: as an example of a batch of
+    `torch.vmap`. The function is None if the tensor is wrapped in another way, such as by `torch.func.grad`.
+    """
+    functorch, batches = torch._C._functorch, list[tuple[int, int]]()
+    only_batched = True
+    while is_wrapped(tensor):
+        only_batched &= functorch.is_batchedtensor(tensor)
+        batches.append((functorch.maybe_get_bdim(tensor), functorch.maybe_get_level(tensor)))
+        tensor = functorch.get_unwrapped(tensor)
+
+    def wrap(inner: torch.Tensor) -> torch.Tensor:
+        for dim, level in reversed(batches):
+            inner = functorch._add_batch_dim(inner, dim, level)
+        return inner
+
+    return tensor, wrap if only_batched else None
 
 
 def version_of(tensor: torch.Tensor) -> int:

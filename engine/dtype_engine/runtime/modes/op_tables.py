@@ -24,7 +24,7 @@ METADATA = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous",
         "element_size", "data_ptr", "get_device", "is_set_to", "is_complex", "is_inference", "is_pinned",
-        "is_shared", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__", "__repr__",
+        "is_shared", "requires_grad_", "register_hook", "__len__", "__hash__", "__repr__",
         "__format__", "is_same_size", "has_names", "refine_names", "is_conj", "is_neg", "is_nonzero",
         "is_tensor", "can_cast",
     }
@@ -123,10 +123,10 @@ def takes_rows(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether an operation of this name writes to its first argument."""
+    """Return whether an operation of this name writes to its first argument: a tensor, or a list of tensors."""
     if name.startswith("__"):
         return (name.startswith("__i") and name not in ("__invert__", "__int__", "__index__")) or name == "__setitem__"
-    return name.endswith("_") and not name.startswith("_")
+    return name.endswith("_") and (not name.startswith("_") or name.startswith("_foreach_"))
 
 
 def tensors_in(args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.model.torch_private import is_wrapped
 from dtype_engine.runtime.modes.op_tables import (
     Arguments,
     CallSite,
@@ -124,11 +125,11 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return a key for an argument's properties that decide whether torch refuses it: dtype and number of dimensions, or the value
-    of a string or flag.
+    """Return a key for an argument's properties that decide whether torch refuses it: dtype, number of dimensions, and whether it is
+    inside of a transform such as `torch.vmap`; or the value of a string or flag.
     """
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.ndim
+        return value.dtype, value.ndim, is_wrapped(value)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_form, value)
     if isinstance(value, dict):

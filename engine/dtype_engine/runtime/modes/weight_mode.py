@@ -20,8 +20,9 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of, is_wrapped
+from dtype_engine.runtime.model.torch_private import WeakIdKeyDictionary, base_of, is_wrapped, unwrapped
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
 from dtype_engine.runtime.modes.op_tables import (
     METADATA,
@@ -111,6 +112,8 @@ class WeightMode(TorchFunctionMode):
         self.operation = ""
         """The running operation's name, to which casts inside it are attributed, or "" if the model's code asked for a dtype."""
         self.replaced = set(replaced)
+        self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
+        """The dtypes of the data that the module holds for replaced weights, if they are narrower than float32."""
         self.written: dict[int, torch.Tensor] = {}
         """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
@@ -171,6 +174,8 @@ class WeightMode(TorchFunctionMode):
                     if key in self.replaced:
                         as_given = False
                 own = value.dtype
+                if own in self._narrow and key not in self.weights:
+                    as_given = False
                 if own is not dtype and own in _FLOATS:
                     if dtype is not None:
                         as_given = False
@@ -279,6 +284,7 @@ class WeightMode(TorchFunctionMode):
         """Return the result of a call that has a replaced weight or several dtypes, or whose casts or quantised weights are
         tracked.
         """
+        args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
         for tensor in tensors:
             if id(tensor) in self.weights:
@@ -286,13 +292,51 @@ class WeightMode(TorchFunctionMode):
         found = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         if self.rounding is None:
             return self._with_values(func, name, args, kwargs, tensors, found, None)
-        quantized = {key: weight.dtype for key, weight in found.items() if self.is_quantized(weight)}
+        weights = [weight for tensor in tensors if (weight := self.weights.get(id(tensor))) is not None]
+        quantized = {id(weight.tensor): weight.dtype for weight in weights if self.is_quantized(weight)}
         formats = self.rounding.formats(tensors, quantized)
         rounds = self.rounding.wanted(name, args, kwargs, formats) if formats else None
         output = self._with_values(func, name, args, kwargs, tensors, found, rounds)
         if formats and name != "embedding":  # an embedding returns activations, not weights
             self.rounding.follow(output, tensors, formats)
         return output
+
+    def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        """Return the arguments with replacement values instead of each tensor that holds the memory of a replaced weight, although
+        the mode did not see how it was made: by `torch.vmap`, or by `nn.Parameter(weight)`.
+
+        Raises NoForward if it is another part of the memory, or inside of another transform, such as `torch.func.grad`.
+        """
+        if not self._narrow:
+            return args, kwargs
+        tensors, new = tensors_in(args, kwargs), {}
+        for tensor in tensors:
+            if tensor.dtype not in self._narrow or id(tensor) in self.weights:
+                continue
+            if tensor in self.standing_for or base_of(tensor) in self.standing_for:
+                continue
+            inner, wrap = unwrapped(tensor)
+            weight = next((each for each in self._sharing_memory(inner) if id(each) in self.replaced), None)
+            if weight is None:
+                continue
+            self.note_use(id(weight))
+            found = {id(weight): self.weights[id(weight)]}
+            others = [each for each in tensors if each.dtype not in self._narrow]
+            value = self.current_values(found, self._activation_dtype(others), name)[id(weight)]
+            if unwrapped(value)[0].data_ptr() == weight.data_ptr():
+                continue  # here the pass uses the weight as the module holds it
+            if wrap is None or (inner.shape, inner.stride(), inner.data_ptr()) != (
+                weight.shape, weight.stride(), weight.data_ptr(),
+            ):  # fmt: skip
+                raise NoForward(
+                    f"{self.module or 'the model'} gives {found[id(weight)].info.name} to {name} in a way in which its values "
+                    f"in {dtype_name(inner.dtype)} can't be replaced; the model runs only with this weight in float32"
+                )
+            new[id(tensor)] = wrap(value)
+            if self.rounding is not None and self.is_quantized(self.weights[id(weight)]):
+                self.rounding.left_wide.add(name)
+            self.added = True
+        return replace_tensors(args, kwargs, new)
 
     def _with_values(
         self,
@@ -369,22 +413,32 @@ class WeightMode(TorchFunctionMode):
         """Prepare a call that writes to its first argument, to `out`, or to an embedding table with `max_norm`. Returns its
         arguments.
 
-        If this destination is a weight, the call gets a copy, which replaces the weight for the rest of the pass. If it shares
-        memory with a weight, the weight's values are saved and restored after the pass.
+        A destination that is a weight is replaced by a copy, which replaces the weight for the rest of the pass. If a destination
+        shares memory with a weight, the weight's values are saved and restored after the pass.
         """
         first = args[0] if args else None
         destination = args[1] if kwargs.get("max_norm") is not None and len(args) > 1 else kwargs.get("out", first)
-        if not isinstance(destination, torch.Tensor):
-            return args, kwargs
-        key = id(destination)
-        if key in self.weights:
-            self.note_use(key)
-            if key not in self.written:
-                value = self._value(key) if key in self.replaced else destination.data
-                self.written[key] = value.clone()
-                self.standing_for[self.written[key]] = key
-                self.replaced.add(key)
-            return replace_tensors(args, kwargs, {key: self.written[key]})
+        new: dict[int, torch.Tensor] = {}
+        for each in tensors_in((destination,), {}):
+            if id(each) in self.weights:
+                new[id(each)] = self._written_copy(each)
+            else:
+                self._keep_shared(each)
+        return replace_tensors(args, kwargs, new)
+
+    def _written_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor to which the pass writes in place of a weight's tensor."""
+        key = id(tensor)
+        self.note_use(key)
+        if key not in self.written:
+            value = self._value(key) if key in self.replaced else tensor.data
+            self.written[key] = value.clone()
+            self.standing_for[self.written[key]] = key
+            self.replaced.add(key)
+        return self.written[key]
+
+    def _keep_shared(self, destination: torch.Tensor) -> None:
+        """Save the values of the weights that share memory with a tensor to which the pass is about to write."""
         base = base_of(destination)
         owner = destination if base is None else base
         given = self.standing_for.get(owner, self.standing_for.get(destination))
@@ -394,11 +448,10 @@ class WeightMode(TorchFunctionMode):
                 self._held.setdefault(given, (original, original.clone()))
             self.written.setdefault(given, owner)
             self.replaced.add(given)
-            return args, kwargs
+            return
         for shared in self._sharing_memory(destination):
             if id(shared) not in self._held:
                 self._held[id(shared)] = shared.data, shared.data.clone()
-        return args, kwargs
 
     def _set_data(self, key: int, value: torch.Tensor) -> None:
         """Replace a weight by `value` for the rest of the pass, because the model's code has assigned to the weight's `data`. key:

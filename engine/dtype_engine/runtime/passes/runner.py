@@ -147,6 +147,10 @@ class ForwardRunner:
         reused = self._reusable(earlier, options.prefix or 0) if earlier is not None else {}
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
+    def under(self, mode: WeightMode, call: Callable[[], Output]) -> Output:
+        """Run the model under any mode, and return what `call` returns. `call` may enable gradients."""
+        return self._run(call, mode, _NOTHING, _IGNORES).output
+
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
         """Return the calls among the first `prefix` calls to skip: {(module, number of its call): index in `earlier.calls`}. There
         are none if the model is stateful or was not observed.

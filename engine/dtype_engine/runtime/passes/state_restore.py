@@ -26,6 +26,8 @@ _NO_HOLDERS = (nn.Module, ModuleType, Enum)
 _DEPTH = 6
 """Maximum nesting depth at which containers and objects are inspected."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
+_NOT_OWN = frozenset({"builtins", "torch", "transformers"})
+"""Packages whose classes and global variables are not searched for tensors."""
 _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 """The attributes of an `nn.Module` that hold its tensors and submodules. Its other dicts hold hooks."""
 
@@ -87,7 +89,7 @@ def left_as_found(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
-    objects.
+    objects; and tensors in attributes of the modules' classes and in global variables beside these classes.
 
     Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
     again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.
@@ -99,6 +101,7 @@ def left_as_found(
         weights = [model.by_id.get(id(tensor)) for _, tensor, _ in own_tensors(module)]
         if all(weight is None or weight.info.uncastable_reason is None for weight in weights):
             state.add_module(module)
+    state.add_shared(set(map(type, modules)))
     mode.kept = state.tensors
     try:
         yield
@@ -116,6 +119,8 @@ class _State:
         """(attribute dict of a module or object, copy of its contents) when the state was saved."""
         self._containers: list[tuple[Any, Any]] = []
         """Containers, each with a copy of the contents that it had when the state was saved."""
+        self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []
+        """Classes and Python modules, each with a copy of its attributes and of the contents of those that are containers."""
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
@@ -126,6 +131,38 @@ class _State:
         for name, value in attributes.items():
             if name not in _OF_TORCH:
                 self._add(value, _DEPTH)
+
+    def add_shared(self, kinds: Collection[type]) -> None:
+        """Save the attributes of classes and their bases, and the global variables of the Python modules that define them. The
+        tensors in them may be values that a pass has computed from weights.
+        """
+        own = {base for kind in kinds for base in kind.__mro__ if base.__module__.partition(".")[0] not in _NOT_OWN}
+        names = {base.__module__ for base in own}
+        holders: list[type | ModuleType] = [*own, *(sys.modules[name] for name in names if name in sys.modules)]
+        for holder in holders:
+            had = dict(vars(holder))
+            self._shared.append(
+                (holder, had, {name: copy(value) for name, value in had.items() if type(value) in _CONTAINERS})
+            )
+            self.tensors += [value for value in had.values() if isinstance(value, torch.Tensor)]
+
+    def _restore_shared(self) -> bool:
+        """Restore what `add_shared` saved where a tensor has come or gone, and return whether there was any such change."""
+        restored = False
+        for holder, had, contents in self._shared:
+            now = vars(holder)
+            for name in [name for name in now.keys() | had.keys() if now.get(name) is not had.get(name)]:
+                if _has_tensor(now.get(name)) or _has_tensor(had.get(name)):
+                    if name in had:
+                        setattr(holder, name, had[name])
+                    else:
+                        delattr(holder, name)
+                    restored = True
+            for name, before in contents.items():
+                if not _has_same(had[name], before) and (_has_tensor(had[name]) or _has_tensor(before)):
+                    _refill(had[name], before)
+                    restored = True
+        return restored
 
     def _add(self, value: Any, depth: int) -> None:
         if isinstance(value, torch.Tensor):
@@ -150,6 +187,7 @@ class _State:
         If a tensor has changed, or if the pass wrote to one (`wrote`), all attributes are restored, including flags such as
         "already initialised". Otherwise, changed flags and functions stay, such as hooks that are registered only once.
         """
+        wrote |= self._restore_shared()
         containers = [(holder, had) for holder, had in self._containers if not _has_same(holder, had)]
         for holder, had in containers:
             _refill(holder, had)
@@ -175,9 +213,9 @@ def _changed(holder: dict[str, Any], had: dict[str, Any]) -> Iterator[Any]:
             yield from (holder.get(name), had.get(name))
 
 
-def _has_tensor(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return any(map(_has_tensor, value))
+def _has_tensor(value: Any, depth: int = _DEPTH) -> bool:
+    if type(value) in _CONTAINERS and depth:
+        return any(_has_tensor(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, torch.Tensor)
 
 

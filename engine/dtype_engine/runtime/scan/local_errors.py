@@ -148,6 +148,8 @@ class _Again:
             if rounds is not None:
                 args, kwargs, _ = errors.rounding.apply(operation.name, args, kwargs, rounds)
         again = call_mixed(self.func, operation.name, args, kwargs, self.site)
+        if again is None:  # `tensor[index] = value` returns nothing
+            again = args[0]
         for made in taken:
             self.known.pop(made, None)
         return [tensor for tensor in tensors_in((again,), {}) if tensor.is_floating_point()]

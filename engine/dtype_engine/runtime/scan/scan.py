@@ -15,7 +15,7 @@ gradient is multiplied by the error of the operation's output, so that errors wh
 Sequences are scanned one at a time; each improves the estimate and its standard error. Local errors are computed during the
 backward pass, one operation at a time, and only their products with the gradients are kept. Two effects that local errors do not
 include are added: tokens that are routed to other experts (`routing`), and dtypes that the model's code reads
-(`dtype_dependent_weights`).
+(`dtype_dependent_weights`). Weights whose effect has no gradient are measured, each in a separate pass (`measured_weights`).
 """
 
 from __future__ import annotations
@@ -219,6 +219,7 @@ class Scan:
                 seconds = runner.reference(partial(batch.run, self.model.module)).seconds
             one = SequenceScan(
                 self.model,
+                runner,
                 self.wanted,
                 self._costly,
                 self.backward_passes,

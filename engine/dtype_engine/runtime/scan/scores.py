@@ -41,6 +41,15 @@ class SequenceScores:
     measured: dict[Key, float] = field(default_factory=dict)
     """The same quantity as `sums`, measured by separate passes for the few weights whose dtype the model's code reads."""
 
+    def replace(self, key: Key, drift: float) -> None:
+        """Replace the estimate of a weight in a dtype by a measured drift, summed over the sequence's positions."""
+        estimates = [self.independent, self.errors, self.measured]
+        for sample in self.topk_samples:
+            estimates += [sample.squares, sample.independent]
+        for estimate in estimates:
+            estimate.pop(key, None)
+        self.sums[key] = drift
+
 
 def combine_scores(
     done: Sequence[SequenceScores],

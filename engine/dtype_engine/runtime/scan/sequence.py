@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,11 +25,11 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.numerics.compare.metrics import compared_rows
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
-from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.passes.state_restore import as_every_pass
-from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode, weights_to_measure
+from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
+from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed
 from dtype_engine.runtime.scan.probes import OutputProbes
 from dtype_engine.runtime.scan.routing import (
     Key,
@@ -47,6 +48,7 @@ class SequenceScan:
     """Runs the scan of a single sequence: its forward pass, its backward passes, and the sums for all weights."""
 
     model: LiveModel
+    runner: ForwardRunner
     wanted: Mapping[str, tuple[str, ...]]
     """The dtypes in which each weight is scored."""
     costly: Mapping[str, tuple[str, ...]]
@@ -81,7 +83,10 @@ class SequenceScan:
         self._operations = mode.operations
         name, main = main_output(output)
         if not main.requires_grad:
-            raise NoForward("the output does not depend on any weight through operations that have a gradient")
+            raise NoForward(
+                "the output does not depend on any weight through operations that have a gradient; "
+                "scan --exact measures each weight without gradients"
+            )
         self.elements = max(1, main.numel())
         module, shape = self.model.module, main.shape
         classes_dim = classes_dimension(module, name, main, self.classes)
@@ -102,19 +107,27 @@ class SequenceScan:
             """Run a forward pass in a mode. Returns the drift of its output from the reference's, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
-            output = main_output(self._call(batch, mode))[1]
+            output = main_output(self.runner.under(mode, partial(batch.run, module)))[1]
             return reference.drift(compared_rows(output, classes_dim, kept))
+
+        by_id, device = self.model.by_id, self.model.device
+
+        def drift_of(cast: Mapping[str, str]) -> float:
+            return drift(CastWeightsMode(by_id, device, cast, self.local))
 
         with torch.no_grad():
             for sample, call in zip(self._samples, calls, strict=True):
                 rows = tokens_to_swap(call.margins.detach())
-                by_id, device = self.model.by_id, self.model.device
                 sample.cost = drift(SwapTopKMode(by_id, device, call.index, rows)) / max(1, int(rows.sum()))
             measured = {
-                key: drift(SingleWeightCastMode(self.model.by_id, self.model.device, *key))
-                for key in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
+                key: drift_of(dict([key])) for key in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
             }
-        return self._scores(probes, 0.5 if distribution else 1.0, measured)
+            scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
+            followed = {name for (name, _), value in scores.sums.items() if value}
+            found = measure_unfollowed(drift_of, self.costly, mode.unfollowed, followed, self.local)
+            for key, value in found.items():
+                scores.replace(key, value)
+        return scores
 
     def _scores(self, probes: OutputProbes, half: float, measured: dict[Key, float]) -> SequenceScores:
         sums: dict[Key, float] = {}
@@ -138,17 +151,6 @@ class SequenceScan:
                     sample.independent[key] = each
         return SequenceScores(probes.normalizer, sums, independent, errors, probes.complete, self._samples, measured)
 
-    def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
-        try:
-            modules = tuple(self.model.module.modules())
-            with as_every_pass(self.model, ModelBehavior(), modules, mode), mode, exits_as_errors():
-                return batch.run(self.model.module)
-        except (Cancelled, UserError):
-            raise
-        except Exception as error:
-            text = " ".join(str(error).split())[:300]
-            raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
-
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
         """Run the reference with an autograd graph. Returns its output, and the recorder of its operations. If recorded tensors are
         overwritten later, run it again with copies of them.
@@ -158,8 +160,7 @@ class SequenceScan:
             mode = WeightOpRecorder(
                 self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies
             )
-            with torch.enable_grad():
-                output = self._call(batch, mode)
+            output = self.runner.under(mode, torch.enable_grad()(partial(batch.run, self.model.module)))
             mode.release()
             overwritten = mode.overwritten
             if not overwritten:
@@ -196,7 +197,9 @@ class SequenceScan:
             raise
         except (RuntimeError, NotImplementedError) as error:
             text = " ".join(str(error).split())[:300]
-            raise NoForward(f"the scan's backward pass failed: {text}") from error
+            raise NoForward(
+                f"the scan's backward pass failed: {text}; scan --exact measures each weight without one"
+            ) from error
 
     def _on_gradient(self, operation: WeightOp, index: int, gradient: torch.Tensor) -> None:
         operation.gradients[index].append((self._column, gradient.detach().reshape(-1)))

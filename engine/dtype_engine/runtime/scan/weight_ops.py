@@ -4,11 +4,14 @@ argument.
 A pass under `WeightOpRecorder` computes the reference with an autograd graph. The recorder stores each of these operations with its
 arguments, and puts a hook on the output that receives the gradient in the backward pass. The recorder needs no knowledge of modules
 or architectures.
+
+Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, or the model writes to its
+memory. The names of these weights are in `unfollowed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +19,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import version_of
+from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, version_of
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
     Arguments,
@@ -29,6 +32,8 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
+_NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
+"""Types of results from which the model learns nothing about a weight's values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,7 @@ class WeightOpRecorder(ReferenceMode):
     """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
-    dtype the model's code has read.
+    dtype the model's code has read. `unfollowed` holds the weights of which a use was not recorded.
 
     wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of the operations whose tensors
     are copied, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
@@ -106,7 +111,12 @@ class WeightOpRecorder(ReferenceMode):
         self.copies = copies
         self.topk_calls: list[TopKCall] = []
         self.dtype_read: list[str] = []
+        self.unfollowed: set[str] = set()
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
+        self._places = {_place(weight.tensor): key for key, weight in weights.items() if key not in self.replaced}
+        """The `id` of the tensor in `weights` or `_made` in each place, since no mode sees the call `nn.Parameter(tensor)`."""
+        self._opaque: set[int] = set()
+        """The `id`s of weights whose values, after a write, are not a known function of their stored values."""
         self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}
         self._topk_count = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
@@ -120,20 +130,20 @@ class WeightOpRecorder(ReferenceMode):
         """Release the tensors that are needed only during the pass. Call it after the pass."""
         self._given.clear()
         self._made.clear()
+        self._places.clear()
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        written = self.standing_for.get(args[0]) if is_in_place(name) and isinstance(args[0], torch.Tensor) else None
-        if written is not None and self.written.get(written) is args[0]:
+        written = self.standing_for.get(args[0]) if _writes_first(name, args) else None
+        if written is not None and self.written.get(written) is args[0] and written not in self._opaque:
             return self._write(written, func, name, args, kwargs)
+        args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
-        sources = {}
-        for tensor in tensors:
-            if (id(tensor) in self._made or id(tensor) in self.weights) and (
-                source := self._source(tensor)
-            ) is not None:
-                sources[id(tensor)] = source
+        sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         values = self.current_values(replaced, None, name)
+        # The memory of these is restored after the pass, but the backward pass needs the values that the operation used.
+        changed = [tensor for tensor in tensors if id(tensor) in self._opaque and id(tensor) not in self.written]
+        values |= {id(tensor): _copied(tensor) for tensor in changed}
         given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
         if not sources:
             if name == "topk":
@@ -153,12 +163,39 @@ class WeightOpRecorder(ReferenceMode):
         def remake(value: torch.Tensor) -> torch.Tensor:
             assert before is not None
             changed = before.remake(value).clone()
-            func(changed, *args[1:], **kwargs)
+            call_mixed(func, name, (changed, *args[1:]), kwargs, self)
             return changed
 
         if before is not None:
             self._made[key] = tensor, WeightOrigin(before.weight, remake, itself=False, written=True)
+        given = [source for each in tensors_in(args[1:], kwargs) if (source := self._source(each)) is not None]
+        self.unfollowed.update(source.weight for source in given)
         return call_mixed(func, name, args, kwargs, self)
+
+    def _before_write(self, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
+        before = set(self._held)
+        given, kwargs = super()._before_write(args, kwargs)
+        base = base_of(args[0]) if args and isinstance(args[0], torch.Tensor) else None
+        # The call may write to a part of a weight to which the pass has written before, or to a list of weights.
+        part_of = self.standing_for.get(base, 0) if base is not None else 0
+        listed = map(id, args[0]) if args and isinstance(args[0], list) else ()
+        self._hide({part_of, *(self._held.keys() - before), *listed})
+        return given, kwargs
+
+    def _set_data(self, key: int, value: torch.Tensor) -> None:
+        source = self._source(value)
+        if source is not None:
+            self.unfollowed.add(source.weight)
+        super()._set_data(key, value)
+        self._hide({key})
+
+    def _hide(self, keys: Iterable[int]) -> None:
+        """From now on, treat these weights as tensors of unknown origin, because the pass has changed their memory."""
+        for key in self.weights.keys() & keys:
+            name = self.weights[key].info.name
+            self._opaque.add(key)
+            self.unfollowed.add(name)
+            self._made = {each: made for each, made in self._made.items() if made[1].weight != name}
 
     def read_property(self, func: Any, args: Arguments) -> Any:
         answer = super().read_property(func, args)
@@ -168,18 +205,25 @@ class WeightOpRecorder(ReferenceMode):
                 self.dtype_read += self._given[id(args[0])][1].weights
         elif func.__self__ in TENSOR_PROPERTIES:
             parent = source.remake
-            remade = WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False)
-            self._made[id(answer)] = answer, remade
+            self._note(answer, WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False))
         return answer
 
-    def _source(self, tensor: object) -> WeightOrigin | None:
-        known = self._made.get(id(tensor))
+    def _source(self, tensor: torch.Tensor) -> WeightOrigin | None:
+        key = id(tensor)
+        if key not in self._made and key not in self.weights and (place := _place(tensor)) is not None:
+            key = self._places.get(place, 0)
+        known = self._made.get(key)
         if known is not None:
             return known[1]
-        weight = self.weights.get(id(tensor))
-        if weight is None or not (weight.info.castable or weight.stored_scale is not None):
+        weight = self.weights.get(key)
+        if weight is None or key in self._opaque or not (weight.info.castable or weight.stored_scale is not None):
             return None
         return WeightOrigin(weight.info.name, _same, True)
+
+    def _note(self, tensor: torch.Tensor, origin: WeightOrigin) -> None:
+        """Record the origin of a tensor that was computed from one weight."""
+        self._made[id(tensor)] = tensor, origin
+        self._places.setdefault(_place(tensor), id(tensor))
 
     def _weighted(
         self,
@@ -192,20 +236,24 @@ class WeightOpRecorder(ReferenceMode):
         sources: dict[int, WeightOrigin],
     ) -> Any:
         number = len(self.operations)
-        in_place = is_in_place(name) and isinstance(args[0], torch.Tensor)
+        in_place = _writes_first(name, args)
         written = id(args[0]) if in_place else None
+        names = {source.weight for source in sources.values()}
         if in_place and written not in sources:
             # The operation will be run again, on the values that its destination has before this call.
             args = (args[0].detach().clone(), *args[1:])
         output = call_mixed(func, name, given, given_kwargs, self)
-        results = tensors_in((output,), {})
+        results = tensors_in((given[0] if in_place and output is None else output,), {})
         if not in_place and self._of_one_weight(args, kwargs, results, sources):
             self._note_made(func, args, kwargs, output, sources)
             return output
         if written is not None:
             self._made.pop(written, None)  # from now on the tensor is no longer a function of one weight
+            self._places.pop(_place(given[0]), None)
         floats = [tensor for tensor in results if tensor.is_floating_point()]
-        if not floats or not any(source.weight in self.wanted for source in sources.values()):
+        if ("out" in kwargs or not floats) and not isinstance(output, _NO_VALUES):
+            self.unfollowed |= names
+        if not floats or not names & self.wanted:
             return output
         # Nothing before the first operations requires a gradient, so adding `_start` (0) makes their outputs require one.
         new = {
@@ -216,9 +264,13 @@ class WeightOpRecorder(ReferenceMode):
         output = _swapped(output, new)
         tapped = [new.get(id(tensor), tensor) for tensor in floats]
         keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
-        if number in self.copies:
+        if number in self.copies or self._opaque:
             keep = _copied
-        activations = {id(tensor): keep(tensor) for tensor in tensors_in(args, kwargs) if id(tensor) not in sources}
+        activations = {
+            id(tensor): keep(self.written.get(id(tensor), tensor))
+            for tensor in tensors_in(args, kwargs)
+            if id(tensor) not in sources
+        }
         held_args, held_kwargs = replace_tensors(args, kwargs, activations)
         operation = WeightOp(
             func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
@@ -230,6 +282,8 @@ class WeightOpRecorder(ReferenceMode):
             self._given[id(tensor)] = tensor, operation
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
+        if not any(tensor.requires_grad for tensor in tapped):
+            self.unfollowed |= names  # the model runs this operation without gradients
         return output
 
     def _of_one_weight(
@@ -257,7 +311,22 @@ class WeightOpRecorder(ReferenceMode):
 
         parts = [(None, output)] if isinstance(output, torch.Tensor) else list(enumerate(output))
         for index, part in parts:
-            self._made[id(part)] = part, WeightOrigin(weight, partial(remake, index), False)
+            self._note(part, WeightOrigin(weight, partial(remake, index), False))
+
+
+_Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
+
+
+def _place(tensor: torch.Tensor) -> _Place | None:
+    """Return where a tensor's values are: the address, dtype, shape and strides; None for a tensor without memory of its own."""
+    if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped(tensor) or not tensor.numel():
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _writes_first(name: str, args: Arguments) -> bool:
+    """Return whether an operation writes to a tensor that is its first argument."""
+    return is_in_place(name) and bool(args) and isinstance(args[0], torch.Tensor)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,47 @@ class Renormed(nn.Module):
         return rows + self.many(ids).float()
 
 
+class MapsItsWeight(nn.Module):
+    """Gives weights to `torch.vmap`, as an ensemble does, also beside one that is not mapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates = nn.Parameter(torch.randn(5, 8))
+        self.rows, self.shared = nn.Parameter(torch.randn(5, 8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gated: torch.Tensor = torch.vmap(torch.mul)(self.gates, x)
+        both = torch.vmap(torch.vmap(torch.mul, (None, 0)), (0, None))  # every row with every gate
+        return (
+            gated + both(self.rows, self.shared.expand(3, 8)).sum(1) + torch.vmap(torch.mul, (0, None))(x, self.shared)
+        )
+
+
+class WrapsItsWeight(nn.Module):
+    """Makes other tensors of the same memory, with calls that no mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        empty = torch.empty(0, dtype=self.two.dtype)
+        stored = empty.set_(self.two.untyped_storage(), 0, (8,))
+        return x * nn.Parameter(self.one, requires_grad=False) + stored
+
+
+class WritesToAList(nn.Module):
+    """Writes to several weights with one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._foreach_mul_([self.one, self.two], 0.5)
+        return x * self.one + self.two
+
+
 class AsksForType(nn.Module):
     """Asks torch what a weight and integers are promoted to."""
 
@@ -68,6 +109,9 @@ class AsksForType(nn.Module):
         return functional.linear(x, self.linear.weight.to(torch.result_type(self.linear.weight, x.argsort())))
 
 
+WITH_HIDDEN_WEIGHTS = [MapsItsWeight, WrapsItsWeight, WritesToAList]
+
+
 def int8(tensor: torch.Tensor) -> torch.Tensor:
     """A weight's values in int8 with one scale a row, as a Python loop; one for all of a vector."""
     rows = tensor if tensor.ndim == 2 else tensor[None]
@@ -77,7 +121,7 @@ def int8(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-@pytest.mark.parametrize("kind", [Scripted, Mapped, Renormed, AsksForType])
+@pytest.mark.parametrize("kind", [Scripted, Mapped, Renormed, AsksForType, *WITH_HIDDEN_WEIGHTS])
 def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[nn.Module]) -> None:
     x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -102,6 +146,71 @@ def test_a_call_that_is_hidden_from_a_mode_is_what_plain_torch_runs(kind: type[n
         assert (dtype == "float32") == (output.max_abs == 0)
     for name, tensor in session.model.module.state_dict().items():
         assert torch.equal(tensor, made().state_dict()[name]), "a measurement writes to no weight"
+
+
+@pytest.mark.parametrize("kind", WITH_HIDDEN_WEIGHTS)
+def test_the_reference_of_hidden_weights_that_are_stored_narrow_is_in_float32(kind: type[nn.Module]) -> None:
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+    def made(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        return kind().requires_grad_(False).to(torch.bfloat16).to(dtype)
+
+    session = de.open(made(torch.bfloat16), inputs=(x,))
+    session.cast("*", "float32")
+    assert session.drift().output.max_abs == 0
+    session.cast("*", "bfloat16")
+    expected = made(torch.bfloat16)(x).double() - made(torch.float32)(x).double()
+    assert session.drift().output.max_abs == pytest.approx(float(expected.abs().max()), rel=1e-6)
+
+
+class Differentiates(nn.Module):
+    """Computes the gradient with respect to a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gradient: torch.Tensor = torch.func.grad(lambda gate: (x * gate).square().sum())(self.gate)
+        return x * gradient
+
+
+def test_a_weight_in_a_gradient_of_the_model_is_refused_by_name() -> None:
+    session = de.open(Differentiates(), inputs=(torch.randn(5, 8),))
+    assert session.drift().output.max_abs == 0
+    session.cast("gate", "fp8")
+    with pytest.raises(de.NoForward, match=r"gives gate to mul .* only with this weight in float32"):
+        session.drift()
+
+
+class MixedInside(nn.Module):
+    """Runs a linear layer whose bias has another dtype: plainly, which torch refuses, and inside of `torch.vmap`, where it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.many = nn.Parameter(torch.randn(3, 8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(lambda weight: functional.linear(x, weight, self.linear.bias))(self.many).sum(0)
+
+
+def test_what_torch_refuses_is_asked_again_inside_of_a_transform() -> None:
+    x = torch.randn(5, 8)
+
+    class Plain(MixedInside):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    for kind in (Plain, MixedInside):
+        session = de.open(kind(), inputs=(x,))
+        session.cast("linear.bias", "bfloat16")
+        found = session.drift().output
+    by_hand = session.model.module  # its bias is in bfloat16 now
+    narrow = by_hand(x).double()
+    by_hand.linear.bias.data = session.model.weights["linear.bias"].original
+    assert found.max_abs == pytest.approx(float((narrow - by_hand(x).double()).abs().max()), rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")

@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -495,7 +495,24 @@ class Merges(Layers):
         return self.head(self.two(self.one(x)))
 
 
-CHANGE_THEMSELVES = [KeepsInAnObject, MakesABuffer, Rescales, Merges]
+def keeps_in_its_class() -> nn.Module:
+    """Makes tensors of a weight when it is first called, and keeps them in its class. Each model has a class of its own."""
+
+    class KeepsInItsClass(Layers):
+        turned: torch.Tensor | None = None
+        scaled: ClassVar[dict[str, torch.Tensor]] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kind = type(self)
+            if kind.turned is None:
+                kind.turned = self.one.weight.float().t().softmax(0)
+                self.scaled["one"] = self.one.weight.float() * 0.5
+            return self.head((self.two(x).float() @ (kind.turned + self.scaled["one"])).to(x.dtype))
+
+    return KeepsInItsClass()
+
+
+CHANGE_THEMSELVES = [KeepsInAnObject, MakesABuffer, Rescales, Merges, keeps_in_its_class]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])
@@ -525,6 +542,37 @@ def test_what_a_model_makes_of_its_weights_it_makes_of_those_that_are_cast(
         assert session.drift().output.sqnr_db == math.inf
 
 
+_KEPT: dict[str, torch.Tensor] = {}
+_NUMBERS = {"passes": 0}
+
+
+class KeepsInAGlobal(Layers):
+    """Makes a tensor of a weight when it is first called, and keeps it in a global variable. Counts its passes in another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _NUMBERS["passes"] += 1
+        if not _KEPT:
+            _KEPT["turned"] = self.one.weight.t().softmax(0)
+        return self.head(self.two(x) @ _KEPT["turned"])
+
+
+def test_what_a_model_keeps_in_a_global_variable_is_made_in_each_pass() -> None:
+    given = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0))
+    module, by_hand = KeepsInAGlobal().requires_grad_(False), KeepsInAGlobal().requires_grad_(False)
+    expected = by_hand(given).double()
+    _KEPT.clear()
+    by_hand.one.weight.data = values_in(by_hand.one.weight.data, "int8", torch.float32)
+    difference = (by_hand(given).double() - expected).abs().max()
+    _KEPT.clear()
+    session = de.open(module, inputs=(given,))
+    assert session.drift().output.max_abs == 0
+    session.cast("one.weight", "int8")
+    passes = _NUMBERS["passes"]
+    assert session.drift().output.max_abs == pytest.approx(float(difference), rel=1e-6)
+    assert not _KEPT
+    assert _NUMBERS["passes"] > passes, "variables without tensors stay as the model leaves them"
+
+
 MAKE_KEEPERS: dict[str, Callable[[], nn.Module]] = {
     "buffer": ReplacesItsBuffer,
     "tensor": GoesOn,
@@ -536,6 +584,7 @@ MAKE_KEEPERS: dict[str, Callable[[], nn.Module]] = {
     "buffer made": MakesABuffer,
     "weights written to": Rescales,
     "parameter replaced": Merges,
+    "class": keeps_in_its_class,
     "list": lambda: Collects([torch.ones(WIDTH)]),
     "dict": lambda: Collects({0: torch.ones(WIDTH)}),
     "set": lambda: Collects({1}),

@@ -1,0 +1,129 @@
+"""Measures weights whose effect on the output the scan can't follow, each in a separate pass.
+
+An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or gives it to
+code that no mode sees. `WeightOpRecorder.unfollowed` holds the first three kinds of weights. Those of the last kind have an
+estimate of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0,
+or as many of them as fit into memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.activations import ActivationRounding
+from dtype_engine.runtime.modes.op_tables import Arguments
+from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.scan.local_errors import PRODUCTS, LocalErrors, summed_in_float32
+from dtype_engine.runtime.scan.routing import Key
+
+MOST_PASSES = 128
+"""Maximum number of passes in a sequence, each for one weight in one dtype."""
+_NOISE = 4.0
+"""How many times larger than the drift of a pass without casts a drift has to be, so that it is due to casts."""
+
+
+class CastWeightsMode(ReferenceMode):
+    """Runs the reference with some weights in other dtypes, like the candidate of a recipe that casts only these weights.
+
+    The module holds the cast values during the pass, so that code which no mode sees uses them, too.
+
+    cast: the dtype of each weight, keyed by the weight's name.
+    """
+
+    def __init__(
+        self, weights: Mapping[int, Weight], device: torch.device, cast: Mapping[str, str], errors: LocalErrors
+    ) -> None:
+        super().__init__(weights, device)
+        self._values: dict[int, torch.Tensor] = {}
+        changed = dict(weights)
+        for key, weight in weights.items():
+            if (dtype := cast.get(weight.info.name)) is not None:
+                self._values[key] = errors.cast(weight.info.name, dtype)
+                changed[key] = dataclasses.replace(weight, dtype=dtype)
+        self.weights = changed
+        self.replaced -= self._values.keys()
+        self.rounding = ActivationRounding() if errors.rounding is not None else None
+
+    def __enter__(self) -> CastWeightsMode:
+        for key, value in self._values.items():
+            tensor = self.weights[key].tensor
+            self._values[key], tensor.data = tensor.data, value
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for key, before in self._values.items():
+            self.weights[key].tensor.data = before
+
+    def is_quantized(self, weight: Weight) -> bool:
+        return id(weight.tensor) in self._values and weight.dtype in dtypes.STORAGE_DTYPES
+
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        if self.device.type == "cpu" and name in PRODUCTS:
+            func = summed_in_float32(func)
+        return super().run(func, name, args, kwargs)
+
+
+def measure_unfollowed(
+    drift: Callable[[Mapping[str, str]], float],
+    costly: Mapping[str, Sequence[str]],
+    unfollowed: Collection[str],
+    followed: Collection[str],
+    errors: LocalErrors,
+) -> dict[Key, float]:
+    """Return the drift of each weight that the scan did not follow, in each of its dtypes.
+
+    drift: returns the drift of a pass that casts weights, given as a mapping from names to dtypes. costly: the dtypes in which each
+    weight is to be scored. unfollowed: the weights of which a use was not recorded. followed: the weights with an estimate that is
+    not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
+    """
+    found = [name for name in costly if name in unfollowed]
+    unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
+    limit: list[float] = []
+
+    def affect(names: Sequence[str]) -> bool:
+        moved = drift({name: min(costly[name], key=lambda dtype: dtypes.BY_NAME[dtype].bits) for name in names})
+        if moved and not limit:
+            limit.append(_NOISE * drift({}))
+        return bool(moved) and moved > limit[0]
+
+    waiting = _groups(unknown, errors)
+    while waiting:
+        _check(found, costly)
+        names = waiting.pop()
+        if affect(names):
+            middle = len(names) // 2
+            found += names if len(names) == 1 else []
+            waiting += [names[middle:], names[:middle]] if middle else []
+    _check(found, costly)
+    return {(name, dtype): drift({name: dtype}) for name in found for dtype in costly[name]}
+
+
+def _groups(names: Sequence[str], errors: LocalErrors) -> list[list[str]]:
+    """Divide weights into groups whose cast values together fit into the memory budget for cast weights."""
+    groups: list[list[str]] = []
+    held = errors.budget
+    for name in names:
+        size = 4 * errors.weights[name].info.numel
+        if held + size > errors.budget:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
+def _check(found: Sequence[str], costly: Mapping[str, Sequence[str]]) -> None:
+    if sum(len(costly[name]) for name in found) > MOST_PASSES:
+        raise UserError(
+            f"more than {MOST_PASSES // max(map(len, costly.values()))} weights, such as {found[0]}, act on the output without "
+            "a gradient, so the scan can't estimate their scores; scan --exact measures each weight"
+        )

@@ -1,0 +1,189 @@
+"""Weights whose effect no gradient shows: their scores against plain torch with values made by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import architectures
+from torch import nn
+from torch.nn import functional
+
+import dtype_engine as de
+from dtype_engine.results.drift import SQUARED
+from dtype_engine.runtime.scan import measured_weights
+from dtype_engine.runtime.scan.scan import Scan
+
+
+class Uses(nn.Module):
+    """A weight between two layers; a subclass says how it is used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.inner = (nn.Linear(8, 8) for _ in range(3))
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.unused = nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.middle(torch.tanh(self.first(x))))
+        return result
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class WritesThroughData(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data.mul_(0.5)
+        return self.inner(functional.linear(x, self.weight))
+
+
+class SetsData(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.weight.data = functional.normalize(self.weight.data, dim=1)
+        return functional.linear(x, self.weight, self.inner.bias)
+
+
+class WritesOneIntoAnother(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        self.inner.weight.copy_(self.weight.T @ self.weight)
+        return self.inner(x)
+
+
+class MakesAParameter(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, nn.Parameter(self.weight * 2)) + functional.linear(x, nn.Parameter(self.weight))
+
+
+class Copies(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return copy.deepcopy(self.inner)(x) + functional.linear(x, copy.deepcopy(self.weight)) + self.inner(x)
+
+
+class WithoutGradients(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = self.weight.mean(0) * self.inner.bias
+        return x * scale + functional.linear(x, self.weight).sin()
+
+
+class Reads(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.tensor(self.weight.tolist())
+        return x @ table + self.inner(x) * self.inner.bias[0].item()
+
+
+class Fills(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.zeros(8, 8)
+        table[:4] = self.weight[:4]
+        table[4:] = self.weight[4:]
+        return x @ table
+
+
+class Complex(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(self.weight[0]), n=8)
+
+
+class Chooses(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * self.weight.argmax() + (self.weight > 0).float().mean()
+
+
+class Maps(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(torch.mul, (None, 0))(self.inner(x), self.weight).sum(0)
+
+
+KINDS = [
+    WritesThroughData, SetsData, WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex,
+    Chooses, Maps,
+]  # fmt: skip
+INPUTS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def by_hand(kind: type[Uses], name: str) -> float:
+    """The squared relative error of the output with one weight in int8, in plain torch."""
+    reference = kind().requires_grad_(False)(INPUTS).double()
+    module = kind().requires_grad_(False)
+    values = module.get_parameter(name)
+    rows = values if values.ndim == 2 else values[None]
+    scales = rows.abs().amax(1, keepdim=True) / 127
+    values.data = ((rows / scales).round() * scales).reshape(values.shape)
+    return float((module(INPUTS).double() - reference).square().sum() / reference.square().sum())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_score_of_a_weight_without_a_gradient_is_what_plain_torch_gives(kind: type[Uses]) -> None:
+    session = de.open(kind(), inputs=(INPUTS,))
+    before = {name: tensor.clone() for name, tensor in session.model.module.state_dict().items()}
+    report = session.scan(["int8"], draws=200)
+    assert report.unit == SQUARED
+    scores = report.scores()
+    for name, tensor in session.model.module.state_dict().items():
+        assert scores[name, "int8"] == pytest.approx(by_hand(kind, name), rel=0.35, abs=1e-13), name
+        assert torch.equal(tensor, before[name]), "a scan writes to no weight"
+    assert scores["unused", "int8"] == 0
+
+
+def test_many_weights_without_a_gradient_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = de.open(Reads(), inputs=(INPUTS,))
+    monkeypatch.setattr(measured_weights, "MOST_PASSES", 1)
+    with pytest.raises(de.UserError, match=r"such as [\w.]+, act on the output without a gradient.*scan --exact"):
+        session.scan(["int8"])
+
+
+def test_weights_that_a_model_does_not_use_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = de.open(Fills(), inputs=(INPUTS,))
+    casts: list[dict[str, str]] = []
+    made = measured_weights.CastWeightsMode.__init__
+
+    def counted(self: Any, weights: Any, device: Any, cast: Any, errors: Any) -> None:
+        casts.append(cast)
+        made(self, weights, device, cast, errors)
+
+    monkeypatch.setattr(measured_weights.CastWeightsMode, "__init__", counted)
+    scores = Scan(session.model, session.inputs, ("int8",), draws=4).run().scores()
+    (cast,) = casts
+    assert set(cast) == {name for (name, dtype), score in scores.items() if dtype == "int8" and not score}
+    assert set(cast) == {"inner.weight", "inner.bias", "unused"}
+
+
+class Unused(nn.Module):
+    """Layers of which only two have a part in the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(9))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = [layer(x) for layer in self.layers]
+        return x + hidden[3] + torch.from_numpy(hidden[7].detach().numpy())
+
+
+@pytest.mark.parametrize("budget", [1 << 20, 512])
+def test_weights_that_matter_are_found_among_many_that_do_not(budget: int) -> None:
+    """Also where the memory holds one cast weight only."""
+    session = de.open(Unused(), inputs=(INPUTS,))
+    scan = Scan(session.model, session.inputs, ("int8",), draws=200, budget=budget).run().scores()
+    exact = session.scan(["int8"], exact=True).scores()
+    assert {name for (name, dtype), score in scan.items() if dtype == "int8" and score} == {
+        f"layers.{number}.{each}" for number in (3, 7) for each in ("weight", "bias")
+    }
+    for each in ("weight", "bias"):
+        assert scan[f"layers.7.{each}", "int8"] == pytest.approx(exact[f"layers.7.{each}", "int8"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["torch_lstm", "torch_gru"])
+def test_a_recurrent_layer_behind_a_narrow_embedding_is_scanned(name: str) -> None:
+    module, inputs = architectures.make(name)
+    session = de.open(module, inputs=inputs)
+    table = next(name for name, tensor in session.tree.tensors.items() if "embed" in name)
+    scan, exact = (session.scan(["bfloat16"], **how).scores() for how in ({"draws": 4}, {"exact": True}))
+    assert scan[table, "bfloat16"] == pytest.approx(exact[table, "bfloat16"], rel=1e-3)
