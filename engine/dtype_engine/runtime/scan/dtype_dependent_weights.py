@@ -7,7 +7,7 @@ include this effect, so these few weights are measured in the 16-bit dtypes by s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,24 +41,28 @@ def weights_to_measure(
     return keys[turn : turn + 1]
 
 
-class SingleWeightCastMode(ReferenceMode):
-    """Runs the reference with one weight in a compute dtype, exactly like the candidate of a recipe that casts only this weight."""
+class WeightsCastMode(ReferenceMode):
+    """Runs the reference with a few weights in a compute dtype, exactly like the candidate of a recipe that casts only these."""
 
-    def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
+    def __init__(self, weights: Mapping[int, Weight], device: torch.device, names: Collection[str], dtype: str) -> None:
         super().__init__(weights, device)
-        self.name = name
-        key, weight = next((key, weight) for key, weight in weights.items() if weight.info.name == name)
-        self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
-        self.replaced.add(key)
+        cast = {key: weight for key, weight in weights.items() if weight.info.name in names}
+        self.values = {
+            weight.info.name: weight.original.to(device).to(torch_dtype(dtype), copy=True) for weight in cast.values()
+        }
+        self.replaced.update(cast)
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
-        return self.value.dtype if weight.info.name == self.name else super().dtype_of(weight)
+        value = self.values.get(weight.info.name)
+        return super().dtype_of(weight) if value is None else value.dtype
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        return self.value if weight.info.name == self.name else super().value_of(weight, dtype)
+        value = self.values.get(weight.info.name)
+        return super().value_of(weight, dtype) if value is None else value
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        return functional.embedding(ids, self.value) if weight.info.name == self.name else super().rows_of(weight, ids)
+        value = self.values.get(weight.info.name)
+        return super().rows_of(weight, ids) if value is None else functional.embedding(ids, value)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         if self.device.type == "cpu" and name in PRODUCTS:

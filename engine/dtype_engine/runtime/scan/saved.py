@@ -29,7 +29,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
 
-_VERSION = 3
+_VERSION = 4
 _SAMPLED = 1024
 _LARGEST = 4 << 30
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.state_restore import as_every_pass
-from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode, weights_to_measure
+from dtype_engine.runtime.scan.companions import added_drift, companions_of
+from dtype_engine.runtime.scan.dtype_dependent_weights import WeightsCastMode, weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.probes import OutputProbes
 from dtype_engine.runtime.scan.routing import (
@@ -109,9 +111,14 @@ class SequenceScan:
                 rows = tokens_to_swap(call.margins.detach())
                 by_id, device = self.model.by_id, self.model.device
                 sample.cost = drift(SwapTopKMode(by_id, device, call.index, rows)) / max(1, int(rows.sum()))
+
+            def cast_drift(dtype: str, names: tuple[str, ...]) -> float:
+                return drift(WeightsCastMode(self.model.by_id, self.model.device, names, dtype)) if names else 0.0
+
+            together = dict(companions_of(operation.weights, self.model.weights) for operation in mode.operations)
             measured = {
-                key: drift(SingleWeightCastMode(self.model.by_id, self.model.device, *key))
-                for key in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
+                (name, dtype): added_drift(partial(cast_drift, dtype), name, together.get(name, ()))
+                for name, dtype in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
             }
         return self._scores(probes, 0.5 if distribution else 1.0, measured)
 

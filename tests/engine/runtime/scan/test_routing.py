@@ -14,7 +14,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode
+from dtype_engine.runtime.scan.dtype_dependent_weights import WeightsCastMode
 from dtype_engine.runtime.scan.routing import SwapTopKMode, TopKSample, rerouting_drift
 from dtype_engine.runtime.scan.scan import Scan
 
@@ -140,7 +140,7 @@ def test_one_narrowed_is_the_candidate_itself() -> None:
     module, inputs = architectures.make("llama")
     session: Any = de.open(module, inputs=inputs)
     weight = next(name for name in session.tree.tensors if name.endswith("up_proj.weight"))
-    with torch.no_grad(), SingleWeightCastMode(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+    with torch.no_grad(), WeightsCastMode(session.model.by_id, torch.device("cpu"), (weight,), "bfloat16"):
         ours = main_output(module(**inputs))[1]
     session.cast(weight, "bfloat16")
     drift = session.drift().output
@@ -154,7 +154,7 @@ def test_one_narrowed_of_two_weights_computes_in_the_larger_dtype() -> None:
     module, inputs = architectures.make("bert")
     session = de.open(module, inputs=inputs)
     weight = "bert.embeddings.LayerNorm.bias"
-    with torch.no_grad(), SingleWeightCastMode(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+    with torch.no_grad(), WeightsCastMode(session.model.by_id, torch.device("cpu"), (weight,), "bfloat16"):
         ours = main_output(module(**inputs))[1]
     assert ours.dtype == torch.float32
     reference = main_output(_reference("bert", inputs))[1]
