@@ -114,8 +114,8 @@ class _Sequence(msgspec.Struct):
     mass: float
     """The `normalizer` of the `SequenceScores`."""
     complete: bool
-    sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Four fields of the `SequenceScores` as rows of (weight, dtype, sums, independent, errors, measured)."""
+    sums: list[tuple[str, str, float | None, float | None, float | None]]
+    """Three fields of the `SequenceScores` as rows of (weight, dtype, sums, independent, measured)."""
     selections: list[_TopKSample]
     index: int
 
@@ -138,7 +138,7 @@ def write(path: Path, saved: SavedScan) -> None:
         _Sequence(
             one.normalizer,
             one.complete,
-            _rows(one.sums, one.independent, one.errors, one.measured),
+            _rows(one.sums, one.independent, one.measured),
             [
                 _TopKSample(
                     sample.index, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
@@ -246,5 +246,5 @@ def _scores(sequence: _Sequence) -> SequenceScores:
         TopKSample(each.place, each.share, each.margins, each.cost, _column(each.sums, 0), _column(each.sums, 1))
         for each in sequence.selections
     ]
-    sums, independent, errors, measured = (_column(sequence.sums, number) for number in range(4))
-    return SequenceScores(sequence.mass, sums, independent, errors, sequence.complete, samples, measured)
+    sums, independent, measured = (_column(sequence.sums, number) for number in range(3))
+    return SequenceScores(sequence.mass, sums, independent, sequence.complete, samples, measured)

@@ -125,7 +125,6 @@ class SequenceScan:
     def _scores(self, probes: OutputProbes, half: float, measured: dict[Key, float]) -> SequenceScores:
         sums: dict[Key, float] = {}
         independent: dict[Key, float] = {}
-        errors: dict[Key, float] = {}
         for weight, products in self._sums.items():
             rows = products.square().tolist()
             apart = self._independent[weight].tolist()
@@ -135,14 +134,10 @@ class SequenceScan:
                 whole = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
                 sums[key] = whole if probes.complete else whole / len(squares)
                 independent[key] = half * own[0] / self._count
-                if not probes.complete and len(squares) > 1 and math.isfinite(whole):
-                    errors[key] = math.sqrt(
-                        sum((square - sums[key]) ** 2 for square in squares) / (len(squares) - 1) / len(squares)
-                    )
                 for sample, square, each in zip(self._samples, row[self._count :], own[1:], strict=True):
                     sample.squares[key] = square if math.isfinite(square) else math.inf
                     sample.independent[key] = each
-        return SequenceScores(probes.normalizer, sums, independent, errors, probes.complete, self._samples, measured)
+        return SequenceScores(probes.normalizer, sums, independent, probes.complete, self._samples, measured)
 
     def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
         try:

@@ -353,7 +353,6 @@ def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) ->
             normalizer=16.0,
             sums={first: 1.5e-4, second: math.inf},
             independent={first: 1.25e-4},
-            errors={first: 3e-5},
             complete=True,
             topk_samples=[TopKSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
             measured={second: 7.5},
@@ -374,7 +373,7 @@ def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) ->
         ({"draws": "4"}, "draws: expected int, got str"),
         ({"fingerprint": {}}, "fingerprint: object missing required field model"),
         ({"sequences": [{"mass": 1.0, "complete": True, "selections": [], "index": 0, "sums": [["a", "int8", 1.0]]}]},
-         r"sequences\[0\].sums\[0\]: expected array of length 6, got 3"),
+         r"sequences\[0\].sums\[0\]: expected array of length 5, got 3"),
     ],
 )  # fmt: skip
 def test_a_damaged_scan_is_refused_by_its_entry(change: dict[str, Any], says: str, tmp_path: Path) -> None:
