@@ -6,8 +6,7 @@ The relative variance of a score is the larger of two: 2 / samples, which is tha
 a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor estimate of the latter, so it is
 a weighted mean of the score's own variance and the mean variance of all scores (a scaled inverse chi-squared prior; Gelman et al.,
 "Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it happens to be low, its error would be low, too. The
-error is therefore half the distance from the score to the upper limit of its log-normal 95 % interval (Burnham et al., "Design and
-Analysis Methods for Fish Survival Experiments", 1987, 2.I.1). For small variances it equals the usual standard error.
+error is therefore half the distance from the score to the upper limit of its log-normal 95 % interval (`log_normal_error`).
 
 A sample (Σ g·Δ)² has a relative standard error of √2, and samples of different dtypes are independent. Its ratio to Σ g²Δ² shows
 how strongly an operation's errors are correlated, and this ratio is nearly the same in all dtypes of a weight. Therefore each ratio
@@ -26,6 +25,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtype_engine.runtime.measure.sampling_error import log_normal_error
 from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
@@ -61,14 +61,18 @@ def combine_scores(
     normalizer, count = sum(normalizers), len(done)
     scores: Scores = {(name, dtype): (0.0, 0.0) for name, targets in wanted.items() for dtype in targets}
     parts = {key: [sequence.sums.get(key, 0.0) for sequence in done] for key in scores if not free(*key)}
-    between = {key: _variance_of_ratio(each, normalizers) for key, each in parts.items() if 0 < sum(each) < math.inf}
+    between = {
+        key: _variance_of_ratio(each, normalizers)
+        for key, each in parts.items()
+        if normalizer and 0 < sum(each) < math.inf
+    }
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, drawn: float, left: float) -> float:
         """Return the standard error. drawn: the relative variance of the samples, of which shrinking leaves the share `left`."""
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)
-        return score * _log_normal_error(max(drawn, variance) - drawn * (1 - left))
+        return score * log_normal_error(max(drawn, variance) - drawn * (1 - left))
 
     incomplete = sum(not sequence.complete for sequence in done)
     drawn = 2.0 / (num_probes * incomplete) if incomplete else 0.0
@@ -99,15 +103,9 @@ def combine_scores(
 
 def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float:
     """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence."""
-    total, count = sum(parts), len(parts)
-    score = total / sum(shares)
-    squares = sum((part - score * share) ** 2 for part, share in zip(parts, shares, strict=True))
-    return count / (count - 1) * squares / total**2 if count > 1 else 0.0
-
-
-def _log_normal_error(variance: float) -> float:
-    """Return half the distance from 1 to the upper limit of the log-normal 95 % interval of a value with this relative variance."""
-    return math.expm1(2 * math.sqrt(math.log1p(variance))) / 2
+    total, whole, count = sum(parts), sum(shares), len(parts)
+    squares = sum((part / total - share / whole) ** 2 for part, share in zip(parts, shares, strict=True))
+    return count / (count - 1) * squares if count > 1 else 0.0
 
 
 def _shrink_to_mean(
