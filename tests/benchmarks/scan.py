@@ -34,14 +34,20 @@ class Checks:
         print(f"{'MISSED' if missed else 'ok    '}  {what:<72} {value:.4g}   {bounds.strip()}", flush=True)
 
 
-def zoo_session(name: str, sequences: int = 16) -> Any:
+def zoo_session(name: str) -> Any:
+    """A session of a model of the zoo and all its inputs."""
+    import dtype_engine as de
+
+    module, batches = zoo_model(name)
+    return de.open(module, inputs=batches)
+
+
+def zoo_model(name: str, sequences: int = 16) -> tuple[Any, list[dict[str, Any]]]:
     """A model of the zoo with several inputs of its kind: of 12 tokens each, so that with four of them chance alone would put
     single estimates half as high again as the truth.
     """
     import torch
     from tests.helpers import architectures
-
-    import dtype_engine as de
 
     module, inputs = architectures.make(name)
     generator = torch.Generator().manual_seed(1)
@@ -56,7 +62,7 @@ def zoo_session(name: str, sequences: int = 16) -> Any:
             batch["pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
         batches.append(batch)
     _train(module, batches)
-    return de.open(module, inputs=batches)
+    return module, batches
 
 
 def _train(module: Any, batches: list[dict[str, Any]], steps: int = 10) -> None:
@@ -103,6 +109,28 @@ def accuracy(check: Checks, name: str, session: Any, dtypes: tuple[str, ...] = D
                         0.8,
                         1.2,
                     )
+
+
+def errors(check: Checks) -> None:
+    """How often the exact score is within two errors of an estimate, over weights, dtypes and sets of sequences."""
+    from tests.helpers.rank_correlation import FLOOR
+
+    import dtype_engine as de
+
+    for name in ("llama", "bert"):
+        module, batches = zoo_model(name)
+        for count in (1, 2, 8):
+            hits = []
+            for start in range(0, min(4 * count, len(batches)), count):
+                session = de.open(module, inputs=batches[start : start + count])
+                truths = session.scan(DTYPES, exact=True).scores()
+                hits += [
+                    abs(row.score - truths[row.name, row.dtype]) < 2 * (row.error or 0.0)
+                    for row in session.scan(DTYPES).weights
+                    if truths[row.name, row.dtype] > FLOOR
+                ]
+            what = f"{name}, {count} sequences: exact scores within two errors, {len(hits)} scores"
+            check(what, 100 * statistics.mean(hits), low=95)
 
 
 def blocks(check: Checks) -> None:
@@ -285,6 +313,7 @@ def main() -> int:
     }
     steps["blocks"] = lambda demo: blocks(check)
     steps["experts"] = lambda demo: experts(check)
+    steps["errors"] = lambda demo: errors(check)
     asked = sys.argv[1:] or [*steps, *ZOO]
     demo = de.open()
     for step in asked:

@@ -172,7 +172,7 @@ def _scan(folder: Path) -> bytes:
 
     keys = {("a.weight", "bfloat16"): 0.5, ("b.weight", "float16"): 1.5}
     sample = TopKSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
-    done = {0: SequenceScores(16.0, keys, keys, keys, True, [sample], keys), 2: SequenceScores(8.0, keys)}
+    done = {0: SequenceScores(16.0, keys, keys, True, [sample], keys), 2: SequenceScores(8.0, keys)}
     path = folder / "scan.json"
     scan_file.write(path, scan_file.SavedScan(FINGERPRINT(), 4, "nats", 1.5, 2.5, 3, done))
     return path.read_bytes()

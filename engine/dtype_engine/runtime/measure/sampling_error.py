@@ -11,6 +11,10 @@ Data Analysis, 3rd edition, 2.6). The prior assumes that sequences differ by `_B
 adds the error of the first sequence's own mean, computed by batch means over blocks of `_BLOCK` positions, since neighbouring
 positions are alike.
 
+A measurement may stop at the first sequence whose error is small enough, which favours errors that are too small by chance. The
+error therefore has two corrections, so that two errors hold in about 95 of 100 cases: that of Student's t-distribution, with
+n - 1 + `_PRIOR_FREEDOM` degrees of freedom, and `log_normal_error`, because drifts of sequences are positive and skewed.
+
 `make benchmarks` prints how often the mean over all sequences is within two of these standard errors of the estimate. The estimate
 has two limits. First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over
 the text (`plan.running_order`). Second, in a mixture of experts with changed routing, one position in a thousand may carry most of
@@ -20,6 +24,7 @@ the KL. Estimates from a few sequences are then wrong (in half of our first test
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -51,7 +56,26 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
         squares = sum((w * count / weight * (y - mean)) ** 2 for w, y in zip(weights, means, strict=True))
     expected = (_BETWEEN * mean) ** 2 + within**2
     variance = (_PRIOR_FREEDOM * expected + squares) / (_PRIOR_FREEDOM + count - 1)
-    return math.sqrt(variance * (total - count) / (count * total)) / abs(mean)
+    error = math.sqrt(variance * (total - count) / (count * total)) / abs(mean)
+    return log_normal_error((_student_factor(_PRIOR_FREEDOM + count - 1) * error) ** 2)
+
+
+def log_normal_error(variance: float) -> float:
+    """Return half the distance from 1 to the upper limit of the log-normal 95 % interval of a value with this relative variance.
+
+    For a small variance this is the standard error. (Burnham et al., "Design and Analysis Methods for Fish Survival Experiments",
+    1987, 2.I.1.)
+    """
+    return math.expm1(2 * math.sqrt(math.log1p(variance))) / 2
+
+
+def _student_factor(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t-distribution, divided by that of the normal distribution.
+
+    The first terms of an expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5), for three degrees of freedom or more.
+    """
+    square = statistics.NormalDist().inv_cdf(0.975) ** 2
+    return 1 + (square + 1) / (4 * freedom) + (5 * square**2 + 16 * square + 3) / (96 * freedom**2)
 
 
 def batch_means_error(values: torch.Tensor) -> float:

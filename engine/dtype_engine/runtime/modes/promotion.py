@@ -125,7 +125,7 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return a key for an argument's properties that decide whether torch refuses it: dtype, number of dimensions, and whether it is
+    """Return a key for the properties that decide whether torch refuses an argument: dtype, number of dimensions, and whether it is
     inside of a transform such as `torch.vmap`; or the value of a string or flag.
     """
     if isinstance(value, torch.Tensor):

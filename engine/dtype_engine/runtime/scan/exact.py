@@ -1,14 +1,18 @@
-"""The exact scan: measures each weight in each dtype with a separate candidate pass, instead of estimating the score."""
+"""The exact scan: measures each weight in each dtype with separate candidate passes, instead of estimating the score.
+
+A weight is measured alone, except for the smallest of several weights of an operation in a compute dtype: see `companions`.
+"""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.dtypes import quantizes_activations
+from dtype_engine.core.dtypes import COMPUTE_DTYPES, quantizes_activations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
@@ -17,7 +21,10 @@ from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, sharing
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.passes.one_pass import PassOptions
+from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
+from dtype_engine.runtime.scan.companions import CompanionsMode, added_drift
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint
 from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
@@ -91,6 +98,7 @@ class ExactScan:
             if not is_lossless(self.model.weights[name].info.dtype, dtype) or (rounds and quantizes_activations(dtype))
         ]
         self._base = reference_dtypes(self.model)
+        self._companions: dict[str, tuple[str, ...]] = {}
         self._meter: DriftMeter | None = None
         if self.save is not None and self.save.exists():
             saved = scan_file.read(self.save, self.fingerprint, None, exact=True)
@@ -137,17 +145,30 @@ class ExactScan:
         """Measure one weight in one dtype, and return the result. Raises NoForward, KernelError, Cancelled."""
         started = time.perf_counter()
         meter = self._started(cancelled)
-        self.model.apply(self._base | dict([key]), cancelled=cancelled)
-        if among := sharing(self.model.weights, *key):  # a shared scale is computed over all weights that share it
-            self.model.weights[key[0]].cast_to(key[1], among)
-        output = meter.measure(cancelled=cancelled).output
-        return MeasuredWeight(
-            key, scalar_drift(output), output.kl_mean_se, self.unit, self.forward_seconds, time.perf_counter() - started
-        )
+        name, dtype = key
+        companions = self._companions.get(name, ()) if dtype in COMPUTE_DTYPES else ()
+        error: float | None = None
+
+        def drift_of(names: tuple[str, ...]) -> float:
+            nonlocal error
+            if not names:
+                return 0.0
+            self.model.apply(self._base | dict.fromkeys(names, dtype), cancelled=cancelled)
+            if among := sharing(self.model.weights, *key):  # a shared scale is computed over all weights that share it
+                self.model.weights[name].cast_to(dtype, among)
+            output = meter.measure(cancelled=cancelled).output
+            error = output.kl_mean_se
+            return scalar_drift(output)
+
+        score = added_drift(drift_of, name, companions)
+        return MeasuredWeight(key, score, error, self.unit, self.forward_seconds, time.perf_counter() - started)
 
     def _started(self, cancelled: IsCancelled) -> DriftMeter:
-        """Return the drift meter. The first call creates it and measures the model with all weights uncast."""
+        """Return the drift meter. The first call creates it, measures the model with all weights uncast, and finds companions."""
         if self._meter is None:
+            with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
+                around = partial(CompanionsMode, self._companions)
+                runner.reference(runner.reference_call(self.inputs.batches[0]), PassOptions(around=around))
             meter = DriftMeter(self.model, self.inputs, self.settings)
             self.model.apply(self._base, cancelled=cancelled)
             first = meter.measure(cancelled=cancelled)

@@ -1,6 +1,7 @@
 """Local errors: the output of an operation with one of its weights in another dtype, minus its output in the reference.
 
-`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference.
+`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference. The error of the
+smallest of several weights in a compute dtype is what its cast adds to those of the other weights: see `companions`.
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """
@@ -21,7 +22,8 @@ from dtype_engine.runtime.modes.op_tables import is_in_place, replace_tensors, t
 from dtype_engine.runtime.modes.promotion import call_mixed
 from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.numerics.quantize import values_in
+from dtype_engine.runtime.numerics.quantize import torch_dtype, values_in
+from dtype_engine.runtime.scan.companions import companions_of
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU without
@@ -67,10 +69,16 @@ class LocalErrors:
         errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
                   for before in operation.outputs]  # fmt: skip
         with torch.no_grad():
-            again = _Again(operation, weight, self)
+            alone = _Again(operation, (weight,), self)
+            smallest, companions = companions_of(operation.weights, self.weights)
             for row, dtype in enumerate(names):
-                for error, before, after in zip(errors, operation.outputs, again.outputs(dtype), strict=True):
-                    torch.sub(after.to(before.dtype), before, out=error[row])
+                befores, again = operation.outputs, alone
+                if companions and weight == smallest and dtype in dtypes.COMPUTE_DTYPES:
+                    beside = _Again(operation, companions, self).outputs(dtype)
+                    if all(bool(torch.isfinite(tensor).all()) for tensor in beside):
+                        befores, again = beside, _Again(operation, (weight, *companions), self)
+                for error, before, after in zip(errors, befores, again.outputs(dtype), strict=True):
+                    torch.sub(after.to(error.dtype), before.to(error.dtype), out=error[row])
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str) -> torch.Tensor:
@@ -99,26 +107,26 @@ class LocalErrors:
 
 
 class _Again:
-    """Reruns one operation with one of its weights in several dtypes, one after another."""
+    """Reruns one operation with some of its weights in several dtypes, one after another."""
 
-    def __init__(self, operation: WeightOp, weight: str, errors: LocalErrors) -> None:
+    def __init__(self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors) -> None:
         self.operation = operation
-        self.weight = weight
         self.errors = errors
-        activations = [
+        self.weights = weights
+        self.activations = [
             tensor for tensor in tensors_in(operation.args, operation.kwargs) if id(tensor) not in operation.sources
         ]
-        self.floating = any(tensor.is_floating_point() for tensor in activations)
+        self.floating = any(tensor.is_floating_point() for tensor in self.activations)
         self.func = operation.func
         if errors.device.type == "cpu" and operation.name in PRODUCTS:
             self.func = summed_in_float32(operation.func)
-        self.cast = {key: source for key, source in operation.sources.items() if source.weight == weight}
+        self.cast = {key: source for key, source in operation.sources.items() if source.weight in weights}
         self.new: dict[int, torch.Tensor] = {}
         self.known: dict[int, Weight] = {}
         self.site = WeightMode(self.known, errors.device)
         self.site.module = operation.module
         for key, source in operation.sources.items():
-            if source.weight != weight:
+            if source.weight not in weights:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
@@ -132,15 +140,19 @@ class _Again:
         return id(made)
 
     def outputs(self, dtype: str) -> list[torch.Tensor]:
-        """Return the floating-point outputs of the operation, rerun with the weight in `dtype`."""
+        """Return the floating-point outputs of the operation, rerun with the weights in `dtype`."""
         operation, errors = self.operation, self.errors
         taken = []
         for key, source in self.cast.items():
-            value = errors.cast(self.weight, dtype)
+            value = errors.cast(source.weight, dtype)
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
                 value = value.to(errors.compute)  # no activation determines the dtype to dequantize to
             taken.append(self._take(key, source, value, dtype))
-        args, kwargs = replace_tensors(operation.args, operation.kwargs, self.new)
+        new = self.new
+        if dtype in dtypes.COMPUTE_DTYPES and operation.dtypes_read.intersection(self.weights):
+            given = [tensor for tensor in self.activations if tensor.is_floating_point()]
+            new = new | {id(tensor): tensor.to(torch_dtype(dtype)) for tensor in given}
+        args, kwargs = replace_tensors(operation.args, operation.kwargs, new)
         if is_in_place(operation.name) and isinstance(args[0], torch.Tensor):
             args = (args[0].clone(), *args[1:])
         if errors.rounding is not None and dtype in dtypes.STORAGE_DTYPES:

@@ -30,7 +30,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
 
-_VERSION = 3
+_VERSION = 4
 _SAMPLED = 1024
 _LARGEST = 4 << 30
 
@@ -117,10 +117,8 @@ class _Sequence(msgspec.Struct):
     mass: float
     """The divisor of the sums: the number of positions, or the energy of the output (`SequenceScores.normalizer`)."""
     complete: bool
-    sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """Rows of (weight, dtype, sums, independent, errors, measured), with the four fields of `SequenceScores` that have these
-    names.
-    """
+    sums: list[tuple[str, str, float | None, float | None, float | None]]
+    """Rows of (weight, dtype, sums, independent, measured), with the three fields of `SequenceScores` that have these names."""
     selections: list[_TopKSample]
     index: int
 
@@ -143,7 +141,7 @@ def write(path: Path, saved: SavedScan) -> None:
         _Sequence(
             one.normalizer,
             one.complete,
-            _rows(one.sums, one.independent, one.errors, one.measured),
+            _rows(one.sums, one.independent, one.measured),
             [
                 _TopKSample(
                     sample.index, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
@@ -266,5 +264,5 @@ def _scores(sequence: _Sequence) -> SequenceScores:
         TopKSample(each.place, each.share, each.margins, each.cost, _column(each.sums, 0), _column(each.sums, 1))
         for each in sequence.selections
     ]
-    sums, independent, errors, measured = (_column(sequence.sums, number) for number in range(4))
-    return SequenceScores(sequence.mass, sums, independent, errors, sequence.complete, samples, measured)
+    sums, independent, measured = (_column(sequence.sums, number) for number in range(3))
+    return SequenceScores(sequence.mass, sums, independent, sequence.complete, samples, measured)

@@ -1,14 +1,22 @@
 """Combines the results of all sequences into a score and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error). Its standard
-error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
+A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error).
+
+The relative variance of a score is the larger of two: 2 / samples, which is that of a mean square of Gaussian numbers, and that of
+a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor estimate of the latter, so it is
+a weighted mean of the score's own variance and the mean variance of all scores (a scaled inverse chi-squared prior; Gelman et al.,
+"Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it happens to be low, its error would be low, too. The
+error is therefore half the distance from the score to the upper limit of its log-normal 95 % interval (`log_normal_error`).
 
 A sample (Σ g·Δ)² of gradients g and local errors Δ has a relative standard error of √2, and samples of different dtypes are
 independent. Its ratio to Σ g²Δ² shows how strongly an operation's errors are correlated, and is nearly the same in all dtypes of a
 weight. Therefore each ratio is shrunk towards the mean ratio of its weight, unless ratios differ between dtypes by more than
 sampling explains. This is an empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's
 Estimator and its Generalizations" (1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the
-amount by which the median variance between dtypes exceeds v.
+amount by which the mean variance between dtypes exceeds v. This reduces the variance of the samples to
+v (own + (1 - own) / dtypes), where own is that weight, but not the variance between sequences.
+
+`python -m tests.benchmarks.scan errors` prints how often the exact score is within two of these errors.
 """
 
 from __future__ import annotations
@@ -18,9 +26,12 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dtype_engine.runtime.measure.sampling_error import log_normal_error
 from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
+_PRIOR_FREEDOM = 8
+"""The weight of the mean variance of all scores, in sequences."""
 
 
 @dataclass
@@ -33,8 +44,6 @@ class SequenceScores:
     """(Σ g·Δ)², averaged over the probes: gradients g times local errors Δ at the outputs of the weight's operations."""
     independent: dict[Key, float] = field(default_factory=dict)
     """Σ g²Δ², with g and Δ of `sums`. It equals `sums` if the Δ are independent, and varies far less between probes."""
-    errors: dict[Key, float] = field(default_factory=dict)
-    """The standard errors of `sums` over the probes."""
     complete: bool = False
     """Whether the probes span the output space, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)
@@ -43,7 +52,7 @@ class SequenceScores:
 
     def replace(self, key: Key, drift: float) -> None:
         """Replace the estimate of a weight in a dtype by a measured drift, summed over the sequence's positions."""
-        estimates = [self.independent, self.errors, self.measured]
+        estimates = [self.independent, self.measured]
         for sample in self.topk_samples:
             estimates += [sample.squares, sample.independent]
         for estimate in estimates:
@@ -60,16 +69,36 @@ def combine_scores(
     """Return each weight's score and standard error in each dtype. done: the results of each sequence. wanted: the dtypes of each
     weight. num_probes: backward passes per sequence. free(weight, dtype): whether the cast rounds nothing; the score is then 0.
     """
-    sums = [sequence.sums for sequence in done]
     normalizers = [sequence.normalizer for sequence in done]
-    scores: Scores = {
-        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, normalizers, (name, dtype))
-        for name, targets in wanted.items()
-        for dtype in targets
+    normalizer, count = sum(normalizers), len(done)
+    scores: Scores = {(name, dtype): (0.0, 0.0) for name, targets in wanted.items() for dtype in targets}
+    parts = {key: [sequence.sums.get(key, 0.0) for sequence in done] for key in scores if not free(*key)}
+    between = {
+        key: _variance_of_ratio(each, normalizers)
+        for key, each in parts.items()
+        if normalizer and 0 < sum(each) < math.inf
     }
-    if not all(sequence.complete for sequence in done):
-        _shrink_to_mean(scores, done, wanted, num_probes)
-    normalizer = sum(sequence.normalizer for sequence in done)
+    mean_between = statistics.fmean(between.values()) if between else 0.0
+
+    def error_of(score: float, own: float, sequences: int, drawn: float, left: float) -> float:
+        """Return the standard error. drawn: the relative variance of the samples, of which shrinking leaves the share `left`."""
+        prior = mean_between * count / sequences
+        variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)
+        return score * log_normal_error(max(drawn, variance) - drawn * (1 - left))
+
+    incomplete = sum(not sequence.complete for sequence in done)
+    drawn = 2.0 / (num_probes * incomplete) if incomplete else 0.0
+    shrunk = _shrink_to_mean(done, wanted, drawn) if incomplete else {}
+    for key, each in parts.items():
+        score = sum(each) / normalizer if normalizer else math.inf
+        if not math.isfinite(score):
+            scores[key] = math.inf, None
+            continue
+        replaced = not any(key in sequence.independent for sequence in done)
+        multiplier, left = shrunk.get(key, (1.0, 0.0 if replaced else 1.0))
+        score *= multiplier
+        known = count > 1 or incomplete
+        scores[key] = score, error_of(score, between.get(key, 0.0), count, drawn, left) if known else None
     rerouting = rerouting_drift([sample for sequence in done for sample in sequence.topk_samples])
     for key, (drift, variance) in rerouting.items():
         score, error = scores.get(key, (0.0, 0.0))
@@ -77,41 +106,27 @@ def combine_scores(
             scores[key] = score + drift / normalizer, math.hypot(error or 0.0, math.sqrt(variance) / normalizer)
     for key in set().union(*(sequence.measured for sequence in done)) & scores.keys():
         those = [sequence for sequence in done if key in sequence.measured]
-        score, error = _score(
-            those, [sequence.measured for sequence in those], [sequence.normalizer for sequence in those], key
-        )
-        scores[key] = score, error if len(those) > 1 else None
+        drifts, shares = [each.measured[key] for each in those], [each.normalizer for each in those]
+        score = sum(drifts) / sum(shares) if sum(shares) else math.inf
+        known = len(those) > 1 and math.isfinite(score)
+        own = _variance_of_ratio(drifts, shares) if known and score else 0.0
+        scores[key] = score, error_of(score, own, len(those), 0.0, 1.0) if known else None
     return scores
 
 
-def _score(
-    done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
-) -> tuple[float, float | None]:
-    """Return the score Σ sums / Σ normalizers of one weight in one dtype over all sequences, and its standard error. done: the
-    results of each sequence; `sums` and `normalizers` are fields of them.
-    """
-    parts = [each.get(key, 0.0) for each in sums]
-    normalizer, count = sum(normalizers), len(normalizers)
-    score = sum(parts) / normalizer if normalizer else math.inf
-    if not math.isfinite(score):
-        return math.inf, None
-    if count == 1:
-        error = done[0].errors.get(key)
-        return score, error / normalizer if error is not None and normalizer else None
-    spread = sum((part - score * share) ** 2 for part, share in zip(parts, normalizers, strict=True))
-    return score, math.sqrt(count / (count - 1) * spread) / normalizer
+def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float:
+    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence."""
+    total, whole, count = sum(parts), sum(shares), len(parts)
+    squares = sum((part / total - share / whole) ** 2 for part, share in zip(parts, shares, strict=True))
+    return count / (count - 1) * squares if count > 1 else 0.0
 
 
 def _shrink_to_mean(
-    scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
-) -> None:
-    """Shrink each ratio of `sums` to `independent` (see `SequenceScores`) towards its weight's mean ratio, and correct `scores` in
-    place. wanted: the dtypes of each weight. num_probes: backward passes per sequence.
-
-    All variances are relative. A sum of many products of gradients and errors is nearly Gaussian, so the variance of its mean
-    square is 2 / samples.
+    done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
+) -> dict[Key, tuple[float, float]]:
+    """Shrink each weight's ratios towards their mean. Return, for each score that changes, its multiplier and the share of the
+    samples' variance that is left. variance: the relative variance of the samples.
     """
-    variance = 2.0 / (num_probes * sum(not sequence.complete for sequence in done))
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():
         ratios = {}
@@ -123,19 +138,19 @@ def _shrink_to_mean(
                 ratios[key] = whole / apart
         if len(ratios) > 1 and any(ratios.values()):
             groups.append(ratios)
+    freedom = sum(len(ratios) - 1 for ratios in groups)
+    if not freedom:
+        return {}
     # The amount by which the relative variance of a weight's ratios exceeds the sampling variance.
-    spreads = [_relative_variance(list(ratios.values())) for ratios in groups]
-    beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
+    spread = math.fsum((len(ratios) - 1) * _relative_variance(list(ratios.values())) for ratios in groups) / freedom
+    beyond = max(0.0, spread - variance)
     own = beyond / (beyond + variance)
-    for ratios in groups:
-        mean = statistics.fmean(ratios.values())
-        for key, ratio in ratios.items():
-            score, error = scores[key]
-            if ratio > 0:
-                scores[key] = (
-                    score * (own + (1 - own) * mean / ratio),
-                    None if error is None else error * math.sqrt(own + (1 - own) / len(ratios)),
-                )
+    return {
+        key: (own + (1 - own) * statistics.fmean(ratios.values()) / ratio, own + (1 - own) / len(ratios))
+        for ratios in groups
+        for key, ratio in ratios.items()
+        if ratio > 0
+    }
 
 
 def _relative_variance(values: Sequence[float]) -> float:

@@ -27,6 +27,7 @@ from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.scan.companions import added_drift, companions_of
 from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed
@@ -119,8 +120,14 @@ class SequenceScan:
             for sample, call in zip(self._samples, calls, strict=True):
                 rows = tokens_to_swap(call.margins.detach())
                 sample.cost = drift(SwapTopKMode(by_id, device, call.index, rows)) / max(1, int(rows.sum()))
+
+            def cast_drift(dtype: str, names: tuple[str, ...]) -> float:
+                return drift_of(dict.fromkeys(names, dtype)) if names else 0.0
+
+            together = dict(companions_of(operation.weights, self.model.weights) for operation in mode.operations)
             measured = {
-                key: drift_of(dict([key])) for key in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
+                (name, dtype): added_drift(partial(cast_drift, dtype), name, together.get(name, ()))
+                for name, dtype in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
             }
             scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
             followed = {name for (name, _), value in scores.sums.items() if value}
@@ -132,7 +139,6 @@ class SequenceScan:
     def _scores(self, probes: OutputProbes, half: float, measured: dict[Key, float]) -> SequenceScores:
         sums: dict[Key, float] = {}
         independent: dict[Key, float] = {}
-        errors: dict[Key, float] = {}
         for weight, products in self._sums.items():
             rows = products.square().tolist()
             apart = self._independent[weight].tolist()
@@ -142,14 +148,10 @@ class SequenceScan:
                 whole = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
                 sums[key] = whole if probes.complete else whole / len(squares)
                 independent[key] = half * own[0] / self._count
-                if not probes.complete and len(squares) > 1 and math.isfinite(whole):
-                    errors[key] = math.sqrt(
-                        sum((square - sums[key]) ** 2 for square in squares) / (len(squares) - 1) / len(squares)
-                    )
                 for sample, square, each in zip(self._samples, row[self._count :], own[1:], strict=True):
                     sample.squares[key] = square if math.isfinite(square) else math.inf
                     sample.independent[key] = each
-        return SequenceScores(probes.normalizer, sums, independent, errors, probes.complete, self._samples, measured)
+        return SequenceScores(probes.normalizer, sums, independent, probes.complete, self._samples, measured)
 
     def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
         """Run the reference with an autograd graph. Returns its output, and the recorder of its operations. If recorded tensors are

@@ -62,6 +62,10 @@ class WeightOp:
     sources: dict[int, WeightOrigin]
     """The arguments that were computed from weights, and how, keyed by the `id` of the argument."""
     outputs: list[torch.Tensor]
+    dtypes_read: frozenset[str] = frozenset()
+    """Weights whose dtype the model's code read just before this operation, probably to cast the activations to it, as in
+    `x.to(weight.dtype) * weight`.
+    """
     versions: list[int] = field(default_factory=list)
     """torch's version counters of the arguments and outputs when the operation ended, to detect later writes to them."""
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
@@ -112,6 +116,9 @@ class WeightOpRecorder(ReferenceMode):
         self.topk_calls: list[TopKCall] = []
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
+        """Weights of which the recorder could not follow a use."""
+        self._own_dtypes_read: set[str] = set()
+        """The weights whose own dtype was read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
         self._places = {_place(weight.tensor): key for key, weight in weights.items() if key not in self.replaced}
         """The `id` of the tensor in `weights` or `_made` in each place, since no mode sees the call `nn.Parameter(tensor)`."""
@@ -203,6 +210,8 @@ class WeightOpRecorder(ReferenceMode):
         if source is None:
             if func.__self__ is torch.Tensor.dtype and id(args[0]) in self._given:
                 self.dtype_read += self._given[id(args[0])][1].weights
+        elif func.__self__ is torch.Tensor.dtype:
+            self._own_dtypes_read.add(source.weight)
         elif func.__self__ in TENSOR_PROPERTIES:
             parent = source.remake
             self._note(answer, WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False))
@@ -274,8 +283,9 @@ class WeightOpRecorder(ReferenceMode):
         held_args, held_kwargs = replace_tensors(args, kwargs, activations)
         operation = WeightOp(
             func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
-            gradients=[[] for _ in tapped],
+            frozenset(self._own_dtypes_read), gradients=[[] for _ in tapped],
         )  # fmt: skip
+        self._own_dtypes_read.clear()
         operation.note_versions()
         self.operations.append(operation)
         for index, tensor in enumerate(tapped):

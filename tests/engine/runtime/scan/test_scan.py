@@ -149,7 +149,10 @@ def test_a_weight_that_the_model_divides_is_scanned_as_it_is_then() -> None:
     session = de.open(Divides(), inputs=(torch.randn(5, 8),))
     scan, exact = (session.scan(["bfloat16", "int8"], **how).scores() for how in ({"draws": 400}, {"exact": True}))
     for key, score in exact.items():
-        assert scan[key] == pytest.approx(score, rel=0.2, abs=1e-12), key
+        if key == ("first.bias", "bfloat16"):  # what follows is then in bfloat16, too
+            assert score / 4 < scan[key] < score
+        else:
+            assert scan[key] == pytest.approx(score, rel=0.2, abs=1e-12), key
 
 
 def test_any_way_to_use_a_weight_is_seen() -> None:
@@ -350,7 +353,6 @@ def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) ->
             normalizer=16.0,
             sums={first: 1.5e-4, second: math.inf},
             independent={first: 1.25e-4},
-            errors={first: 3e-5},
             complete=True,
             topk_samples=[TopKSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
             measured={second: 7.5},
@@ -371,7 +373,7 @@ def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) ->
         ({"draws": "4"}, "draws: expected int, got str"),
         ({"fingerprint": {}}, "fingerprint: object missing required field model"),
         ({"sequences": [{"mass": 1.0, "complete": True, "selections": [], "index": 0, "sums": [["a", "int8", 1.0]]}]},
-         r"sequences\[0\].sums\[0\]: expected array of length 6, got 3"),
+         r"sequences\[0\].sums\[0\]: expected array of length 5, got 3"),
     ],
 )  # fmt: skip
 def test_a_damaged_scan_is_refused_by_its_entry(change: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -1,0 +1,66 @@
+"""Finds the companions of a weight: the other weights of an operation in which it is the smallest, for example the matrix
+beside a bias.
+
+An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values
+are promoted to float32. Whether activations are rounded is therefore an effect of all these weights together. It is scored once,
+with the smallest weight: its score in a compute dtype is what its cast adds if its companions already are in this dtype.
+The scores of the weights of an operation then add up to the drift of the whole operation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.torch_private import base_of
+from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
+from dtype_engine.runtime.modes.weight_mode import WeightMode
+
+
+def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
+    """Return the smallest of the weights of an operation, and its companions. Of equal weights, the last one is the smallest.
+
+    operation: the names of at least one weight of the operation, in the order of its arguments. Weights that can't be cast are
+    nobody's companions.
+    """
+    smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
+    return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
+
+
+def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, companions: tuple[str, ...]) -> float:
+    """Return the drift that the cast of a weight adds to that of its companions, or its own if theirs is infinite.
+
+    drift_of(names): the drift with only these weights cast, 0 for no weights.
+    """
+    before = drift_of(companions)
+    return max(0.0, drift_of((*companions, name)) - before) if math.isfinite(before) else drift_of((name,))
+
+
+class CompanionsMode(TorchFunctionMode):
+    """Stores in `found` the companions of each weight that is the smallest of an operation. It goes around the mode of a pass."""
+
+    def __init__(self, found: dict[str, tuple[str, ...]], mode: WeightMode) -> None:
+        super().__init__()
+        self.found = found
+        self.mode = mode
+        self._by_name = {weight.info.name: weight for weight in mode.weights.values()}
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        used = [self._weight_of(tensor) for tensor in tensors_in(args, kwargs or {})]
+        names = tuple(dict.fromkeys(weight.info.name for weight in used if weight is not None and weight.info.castable))
+        if len(names) > 1:
+            self.found.setdefault(*companions_of(names, self._by_name))
+        return func(*args, **(kwargs or {}))
+
+    def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
+        """Return the weight of which a tensor is a view or the values in this pass, or None."""
+        base = base_of(tensor)
+        owner = tensor if base is None else base
+        return self.mode.weights.get(self.mode.standing_for.get(owner, id(owner)))
