@@ -351,3 +351,34 @@ def test_the_flow_is_what_torch_promotes() -> None:
         by_hand(**inputs)
     assert rows == set(found)
     assert rows >= {("add", torch.bfloat16, torch.float32)}
+
+
+def test_the_head_of_a_padded_encoder_drifts_by_its_own_rounding_alone() -> None:
+    """torch's fast path would zero the padded rows, where no mode is on."""
+    module, inputs = padded()
+    other, _ = padded()
+    weight = other.head.weight.data
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    other.head.weight.data = (weight / scale).round() * scale
+    with torch.no_grad(), Watched():  # a mode of any kind turns the fast path off
+        r, c = (each(**inputs)["logits"].double() for each in (module, other))
+    p, q = r.log_softmax(-1), c.log_softmax(-1)
+    expected = float((p.exp() * (p - q)).sum(-1).mean())
+    session = de.open(module, inputs=inputs)
+    session.cast("head", "float64")
+    assert session.drift().output.kl_mean < 1e-12
+    session.undo()
+    session.cast("head.weight", "int8")
+    output = session.drift().output
+    assert output.kl_mean == pytest.approx(expected, rel=1e-4)
+    assert output.top1_agreement == 1
+    session.undo()
+    scan = session.scan(["int8"], exact=True)
+    assert scan.scores()["head.weight", "int8"] == pytest.approx(output.kl_mean, rel=1e-9)
+
+
+class Watched(TorchFunctionMode):
+    """Does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
