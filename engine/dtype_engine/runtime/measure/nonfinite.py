@@ -122,7 +122,10 @@ class _OpObserver(TorchFunctionMode):
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
         """If a tensor is a weight with non-finite values, return that weight; otherwise, return None."""
         weight = self.weights.get(id(tensor))
-        return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
+        if weight is None:
+            return None
+        values = tensor.data if tensor.dtype == torch.float64 else tensor.data.float()
+        return None if bool(torch.isfinite(values).all()) else weight
 
 
 @dataclass
@@ -290,7 +293,8 @@ def _better_in_float32(
 
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
     """Yield rules to try, each wider than the one before: the weight, the module, and its ancestors. For a numbered layer, a rule
-    for this layer and all later ones follows. The last two rules cast everything, first to bfloat16, then to float32.
+    for this layer and all later ones follows. The last two rules cast everything, first to bfloat16, then to float32. A weight that
+    float32 does not hold needs float64.
     """
     patterns: list[str] = []
     if culprit is not None:
@@ -306,6 +310,8 @@ def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
                 if numbers and max(numbers) > int(last):
                     patterns.append(f"{above + '.' if above else ''}{{{last}..{max(numbers)}}}")
             name = above
+    if culprit is not None and len(culprit.weights) == 1 and culprit.largest > torch.finfo(torch.float32).max:
+        yield Rule.make(culprit.weights[0], "float64")
     for pattern in dict.fromkeys([*patterns, "*"]):
         yield Rule.make(pattern, "bfloat16")
     yield Rule.make("*", "float32")

@@ -31,7 +31,7 @@ def unpack(live: LiveModel) -> None:
     stored = {name: scale.data for name, scale in scales.items() if scale is not None}
     for name, data in stored.items():
         if data.dtype in _SHORT_FLOATS:
-            scales[name].data = data.float()  # type: ignore[union-attr]
+            scales[name].data = data.float()
     with quiet():
         compressor.decompress_model(live.module)
     live.module.requires_grad_(False)
@@ -40,9 +40,9 @@ def unpack(live: LiveModel) -> None:
     experts = (weight for weight in packed_weights(files) if ".experts." in weight.stem)  # transformers unpacks these
     rounded = [weight.codes for weight in experts if files[weight.scale].dtype != "uint8"]
     for name, data in stored.items():
-        scales[name].data = data  # type: ignore[union-attr]
+        scales[name].data = data
         layer, weight = layers[name], layers[name].weight
-        layer.quantization_enabled = False  # type: ignore[assignment]
+        layer.quantization_enabled = False
         assert isinstance(weight, torch.Tensor)
         values = weight.data
         dtype = data.dtype if data.dtype in _SHORT_FLOATS else values.dtype
