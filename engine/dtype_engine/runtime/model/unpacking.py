@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dtype_engine.checkpoint.packed_weights import packed_weights
+from dtype_engine.checkpoint.packed_weights import COMPRESSED, packed_weights
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo
 from dtype_engine.core.units import plural
@@ -37,8 +37,13 @@ def unpack(live: LiveModel) -> None:
     live.module.requires_grad_(False)
     assert live.checkpoint is not None
     files = live.checkpoint.foreign
-    experts = (weight for weight in packed_weights(files) if ".experts." in weight.stem)  # transformers unpacks these
-    rounded = [weight.codes for weight in experts if files[weight.scale].dtype != "uint8"]
+    experts = [weight for weight in packed_weights(files) if ".experts." in weight.stem]  # transformers unpacks these
+    rounded = [
+        weight.codes
+        for weight in experts
+        if (held := files[weight.scale].dtype) in ("bfloat16", "float16")
+        or (weight.layout is COMPRESSED and held != "uint8")
+    ]
     for name, data in stored.items():
         scales[name].data = data
         layer, weight = layers[name], layers[name].weight
