@@ -152,7 +152,7 @@ def test_what_a_model_clamps_is_found_and_mended() -> None:
     expected = 20 * math.log10(float(r.norm() / (c - r).norm()))
     assert found.before == report.output
     assert found.after.sqnr_db > report.output.sqnr_db + 20
-    assert found.after.sqnr_db == pytest.approx(expected, abs=1.0)
+    assert found.after.sqnr_db == pytest.approx(expected, rel=1e-6)
     assert not session.loss_remedy(report)
 
 
