@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
@@ -59,8 +60,8 @@ def inspect(request: RunRequest, as_object: bool) -> None:
         return
     from dtype_engine.reports.text import inspect_text
 
-    if coverage is not None:
-        answer("; ".join((str(coverage), *incomplete)))
+    if coverage is not None or incomplete:
+        answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
     answer(inspect_text(tree, plan, source.title))
 
 
@@ -74,16 +75,16 @@ def _coverage(
     """
     if checkpoint is None:
         return None, ()
-    index = checkpoint.index
+    index, unpaired = checkpoint.index, unpaired_sentences(checkpoint.foreign)
     asked = bool(request.recipe.rules or request.preset or request.options.architecture)
     prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
     if not asked and not what_is_missing(index, None, "") and not prefix:
-        return (index.coverage, index.sentences) if index is not None else (None, ())
+        return (index.coverage, (*index.sentences, *unpaired)) if index is not None else (None, unpaired)
     from dtype_engine.runtime.model.describe import describe
 
     known = describe(source, request.options, checkpoint)
     coverage = known.coverage or (index.coverage if index is not None else None)
-    return coverage, what_is_missing(index, known.coverage, known.class_name, prefix)
+    return coverage, (*what_is_missing(index, known.coverage, known.class_name, prefix), *unpaired)
 
 
 @click.command(cls=ModelCommand, runs=False)

@@ -107,10 +107,26 @@ def test_scans_and_searches_say_the_share_on_the_first_line(sharded: Path, capsy
         assert json.loads(capsys.readouterr().out)["coverage"]["missing"] == [DOWN]
 
 
-def test_an_index_that_names_another_file_is_a_notice(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_index_that_names_another_file_is_a_notice(
+    sharded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     index = _index(sharded)
     other = next(file for file in index["weight_map"].values() if file != index["weight_map"][DOWN])
     holder, index["weight_map"][DOWN] = index["weight_map"][DOWN], other
     (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
     assert run(cli, "dtype-engine", ["drift", str(sharded), "--sequences", "1"]) == 0
     assert f"{DOWN}: {other}, and {holder} has it" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", ["export", str(sharded), "-o", str(tmp_path / "out")]) == 0
+    assert f"{DOWN}: {other}, and {holder} has it" in capsys.readouterr().err
+
+
+def test_a_tensor_that_two_files_have_is_refused(sharded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The index maps the name to a new file, and the stale copy is still in its shard."""
+    index = _index(sharded)
+    stale = index["weight_map"][DOWN]
+    save_file({DOWN: load_file(sharded / stale)[DOWN] * 3}, sharded / "model-overlay.safetensors", {"format": "pt"})
+    index["weight_map"][DOWN] = "model-overlay.safetensors"
+    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert run(cli, "dtype-engine", ["drift", str(sharded)]) == 2
+    said = capsys.readouterr().err
+    assert f"{DOWN} is in {stale} and again in model-overlay.safetensors" in said

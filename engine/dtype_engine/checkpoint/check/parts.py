@@ -23,6 +23,8 @@ from dtype_engine.checkpoint.packed_weights import (
     TORCHAO,
     Layout,
     PackedWeight,
+    names_of_parts,
+    packed_weights,
 )
 from dtype_engine.checkpoint.parameter_counts import integer_schemes
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
@@ -80,6 +82,14 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
         elif tensor.dtype == "float8_e8m0fnu":
             yield _finding("orphan-part", name, tensors, "holds exponents of two (E8M0) and belongs to no codes")
             reported.add(module)
+
+
+def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
+    """Return a sentence about the first part of a quantised weight that lacks another part, or () if all parts are there."""
+    weights = packed_weights(tensors)
+    found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
+    more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""
+    return (f"{printable(found[0].tensor)} {found[0].what}{more}",) if found else ()
 
 
 def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.checkpoint.check.parts import unpaired_sentences
 from dtype_engine.checkpoint.completeness import what_is_missing
 from dtype_engine.checkpoint.modeling_source import foreign_prefix
 from dtype_engine.checkpoint.source import Source
@@ -99,14 +100,20 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists and, if `coverage` is known,
-    tensors of the model. class_name: the class that `coverage` refers to.
+    """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists, parts of quantised weights
+    and, if `coverage` is known, tensors of the model. class_name: the class that `coverage` refers to. What else is wrong with the
+    index is a notice.
     """
-    prefix = foreign_prefix(checkpoint.weights, checkpoint.config)
-    incomplete = what_is_missing(checkpoint.index, coverage, class_name, prefix)
-    if coverage is None and checkpoint.index is not None:
-        coverage = checkpoint.index.coverage
-    return dataclasses.replace(contents, coverage=coverage, incomplete=incomplete)
+    index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
+    incomplete = (
+        *what_is_missing(index, coverage, class_name, prefix),
+        *unpaired_sentences(checkpoint.foreign),
+    )
+    of_index = () if index is None else (each for each in index.sentences if each not in incomplete)
+    if coverage is None and index is not None:
+        coverage = index.coverage
+    notices = (*contents.notices, *of_index)
+    return dataclasses.replace(contents, coverage=coverage, incomplete=incomplete, notices=notices)
 
 
 def _placed_contents(

@@ -122,7 +122,10 @@ class _OpObserver(TorchFunctionMode):
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
         """Return the weight that a tensor is, if this weight has non-finite values. Otherwise return None."""
         weight = self.weights.get(id(tensor))
-        return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
+        if weight is None:
+            return None
+        values = tensor.data if tensor.dtype == torch.float64 else tensor.data.float()
+        return None if bool(torch.isfinite(values).all()) else weight
 
 
 @dataclass
@@ -293,7 +296,7 @@ def _better_in_float32(
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
     """Yield rules to try as a remedy, from narrow to wide: for the culprit's weight, its module, and the modules above it. Inside a
     list of numbered layers, a rule for the layer and all later ones is added. The last two rules cast the whole model, first to
-    bfloat16, then to float32.
+    bfloat16, then to float32. A weight that float32 does not hold needs float64.
     """
     patterns: list[str] = []
     if culprit is not None:
@@ -309,6 +312,8 @@ def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
                 if numbers and max(numbers) > int(last):
                     patterns.append(f"{above + '.' if above else ''}{{{last}..{max(numbers)}}}")
             name = above
+    if culprit is not None and len(culprit.weights) == 1 and culprit.largest > torch.finfo(torch.float32).max:
+        yield Rule.make(culprit.weights[0], "float64")
     for pattern in dict.fromkeys([*patterns, "*"]):
         yield Rule.make(pattern, "bfloat16")
     yield Rule.make("*", "float32")

@@ -147,7 +147,9 @@ class LiveModel:
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
-    """The weights, keyed by the `id` of the tensor object in the module."""
+    """The weights, keyed by the `id` of the tensor object in the module, and the unpacked values of weights that another program
+    packed.
+    """
 
     @classmethod
     def wrap(
@@ -280,7 +282,8 @@ class LiveModel:
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
         held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
-        return [tensor for key, tensor in held.items() if key not in self.by_id]
+        own = {id(weight.tensor) for weight in self.weights.values()}
+        return [tensor for key, tensor in held.items() if key not in own]
 
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never

@@ -44,6 +44,7 @@ from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
 from dtype_engine.runtime.model.silence_libraries import quiet, silence_transformers
+from dtype_engine.runtime.model.unpacking import unpack
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 OnStep = Callable[[str], None]
@@ -113,19 +114,8 @@ def _from_checkpoint(
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
     )
-    _unpack(loaded.module)
+    unpack(live)
     return live
-
-
-def _unpack(module: nn.Module) -> None:
-    """Make compressed-tensors unpack its weights now. By default, it unpacks them in the first forward pass, which may be
-    cancelled.
-    """
-    compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
-    if compressor is not None and hasattr(module, "ct_decompress_hook"):
-        with quiet():
-            compressor.decompress_model(module)
-        module.requires_grad_(False)
 
 
 @dataclass(frozen=True, slots=True)

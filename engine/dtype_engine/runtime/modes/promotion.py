@@ -1,8 +1,8 @@
 """Runs calls whose float arguments have several dtypes. If torch refuses a call, the call runs with one common dtype instead.
 
 Whether torch refuses is found by calling it, and is remembered for each operation and form of arguments (their dtypes, numbers of
-dimensions and flags). The common dtype is that of the weights among the arguments (promoted, if the weights have several dtypes),
-else the promoted dtype of all float arguments. An operation that writes to an argument uses that argument's dtype.
+dimensions, layouts and flags). The common dtype is that of the weights among the arguments (promoted, if the weights have several
+dtypes), else the promoted dtype of all float arguments. An operation that writes to an argument uses that argument's dtype.
 """
 
 from __future__ import annotations
@@ -125,11 +125,13 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return a key for the properties that decide whether torch refuses an argument: dtype, number of dimensions, and whether it is
-    inside of a transform such as `torch.vmap`; or the value of a string or flag.
+    """Return a key for the properties that decide whether torch refuses an argument: dtype, number of dimensions, layout, and
+    whether it is inside of a transform such as `torch.vmap`; or the value of a string or flag. (`linear` adds a bias of another
+    dtype only to what is not contiguous.)
     """
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.ndim, is_wrapped(value)
+        contiguous = value.layout is torch.strided and value.is_contiguous()
+        return value.dtype, value.ndim, contiguous, is_wrapped(value)
     if isinstance(value, (list, tuple)):
         return type(value), *map(_form, value)
     if isinstance(value, dict):

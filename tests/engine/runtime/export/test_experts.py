@@ -274,6 +274,31 @@ def test_where_transformers_does_not_it_is_said(dtype: str, source: tuple[str, P
         transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (
+            "int4@g32",
+            "transformers unpacks 6 weights in 16 bits, first model.layers.0.mlp.experts.0.down_proj.weight_packed",
+        ),
+        ("float8_e4m3fn", None),
+        ("nvfp4", "transformers leaves out the scale model.layers.0.mlp.experts.0.down_proj.weight_global_scale"),
+    ],
+)
+def test_experts_of_another_program_are_measured_told_or_refused(dtype: str, said: str | None, tmp_path: Path) -> None:
+    """Without its own metadata an export is any checkpoint of compressed-tensors."""
+    pytest.importorskip("compressed_tensors", "0.20")
+    folder, out = saved("qwen", tmp_path / "source", width=32, count=2), tmp_path / "out"
+    export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
+    save_file(load_file(out / "model.safetensors"), out / "model.safetensors", {"format": "pt"})
+    if dtype == "nvfp4":
+        with pytest.raises(NoForward, match=said):
+            de.open(str(out)).drift()
+        return
+    notices = [notice.partition(", so")[0] for notice in de.open(str(out)).model.notices if "in 16 bits" in notice]
+    assert notices == ([] if said is None else [said])
+
+
 def test_blocks_that_reach_from_one_part_into_the_next_are_refused(tmp_path: Path) -> None:
     source = open_checkpoint(saved("qwen", tmp_path / "source", width=192, count=3))
     for dtype in ("fp8@128x128", "fp8@128x128:ue8m0"):

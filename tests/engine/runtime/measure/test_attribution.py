@@ -138,3 +138,126 @@ def test_causes_stop_when_asked_and_are_not_told_under_autocast(make_llama: Call
     session.settings = de.RunSettings(autocast="bfloat16")
     with pytest.raises(UserError, match="autocast"):
         session.causes()
+
+
+def kl_by_hand(module: nn.Module, narrow: nn.Module, inputs: dict[str, torch.Tensor]) -> float:
+    with torch.no_grad():
+        p, q = (each(**inputs).logits.double().log_softmax(-1) for each in (module, narrow))
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+def with_router_bias() -> tuple[Any, dict[str, torch.Tensor]]:
+    """A DeepSeek-V3 whose bias has as many values as experts in float32, and few in bfloat16, so that ties decide."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(8)
+    config = DeepseekV3Config(
+        hidden_size=32, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=60, num_experts_per_tok=4, n_group=1, topk_group=1, first_k_dense_replace=1,
+        q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16, vocab_size=64,
+        n_shared_experts=1,
+    )  # fmt: skip
+    module = DeepseekV3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "experts" in name and parameter.ndim == 3:
+                parameter.normal_(0, 0.2)
+        gate = module.model.layers[1].mlp.gate
+        gate.e_score_correction_bias.copy_(torch.linspace(6.8, 7.1, 60)[torch.randperm(60)])
+    return module, {"input_ids": torch.randint(0, 64, (2, 24))}
+
+
+def test_the_bias_of_a_router_is_the_cause_and_float32_restores_it() -> None:
+    module, inputs = with_router_bias()
+    narrow, _ = with_router_bias()
+    bias = narrow.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.data = bias.data.bfloat16()
+    expected = kl_by_hand(module, narrow, inputs)
+    session = de.open(module, inputs=inputs)
+    session.cast("*.e_score_correction_bias", "bfloat16")
+    report = session.drift()
+    assert report.output.kl_mean == pytest.approx(expected, rel=1e-9)
+    causes = session.causes()
+    assert [(cause.name, cause.share) for cause in causes.causes] == [("model.layers.1.mlp.gate", pytest.approx(1.0))]
+    session.cast("*.e_score_correction_bias", "float32")
+    assert session.drift().output.kl_mean == 0
+
+
+def test_a_router_in_fp8_is_among_the_causes_with_its_own_drift() -> None:
+    module, inputs = with_router_bias()
+    narrow, _ = with_router_bias()
+    gate = narrow.model.layers[1].mlp.gate
+    for tensor in (gate.weight, gate.e_score_correction_bias):
+        rows = tensor.data.reshape(len(tensor), -1) if tensor.ndim > 1 else tensor.data[None]
+        scale = rows.abs().amax(1, keepdim=True) / 448
+        tensor.data = ((rows / scale).to(torch.float8_e4m3fn).float() * scale).reshape(tensor.shape)
+    expected = kl_by_hand(module, narrow, inputs)
+    session = de.open(module, inputs=inputs)
+    session.cast("*", "float8_e4m3fn")
+    found = {cause.name: cause.drift for cause in session.causes().causes}
+    assert found["model.layers.1.mlp.gate"] == pytest.approx(expected, rel=1e-6)
+    assert max(found, key=lambda name: found[name]) == "model.layers.1.mlp.gate"
+
+
+def test_rotary_frequencies_in_bfloat16_are_a_cause_and_only_where_a_rule_names_them() -> None:
+    module, _ = architectures.make("llama")
+    with torch.no_grad():
+        for layer in module.model.layers:  # so that the positions matter
+            layer.self_attn.q_proj.weight.mul_(20)
+            layer.self_attn.k_proj.weight.mul_(20)
+    inputs = {"input_ids": architectures.tokens(200)}
+    narrow, weights = (architectures.make("llama")[0] for _ in range(2))
+    for each in (narrow, weights):
+        each.load_state_dict(module.state_dict())
+    narrow.model.rotary_emb.inv_freq.data = narrow.model.rotary_emb.inv_freq.data.bfloat16()
+    for parameter in weights.parameters():
+        parameter.data = parameter.data.bfloat16()
+    of_frequencies, of_weights = (kl_by_hand(module, each, inputs) for each in (narrow, weights))
+    session = de.open(module, inputs=inputs)
+    session.cast("*.inv_freq", "bfloat16")
+    assert session.drift().output.kl_mean == pytest.approx(of_frequencies, rel=1e-6)
+    assert [(cause.name, cause.share) for cause in session.causes().causes] == [
+        ("model.rotary_emb", pytest.approx(1.0))
+    ]
+    session.undo()
+    session.cast("*", "bfloat16")
+    assert session.drift().output.kl_mean == pytest.approx(of_weights, rel=1e-6)
+
+
+class Uses(nn.Module):
+    """Uses its weight through one function alone, as `A_log` of a state space model is."""
+
+    def __init__(self, use: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.head = nn.Module(), nn.Linear(8, 5)
+        self.inner.weight = nn.Parameter(torch.randn(8))
+        self.inner.forward = lambda x: x * use(self.inner.weight)  # type: ignore[method-assign]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x))
+
+
+USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "float": lambda weight: weight.float(),
+    "type": lambda weight: weight.type(torch.float32),
+    "to": lambda weight: weight.to(torch.float32),
+    "double": lambda weight: weight.double().float(),
+    "index": lambda weight: weight[torch.arange(8)].float(),
+    "view": lambda weight: weight[None].t()[:, 0].float(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_weight_is_a_cause_however_it_is_used_first(use: str) -> None:
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    session = de.open(Uses(USES[use]), inputs=(x,))
+    session.cast("inner", "bfloat16")
+    module = Uses(USES[use])
+    with torch.no_grad():
+        reference = module(x).double()
+        weight = module.inner.weight.data.bfloat16().float()
+        difference = module.head(x * weight).double() - reference
+    (cause,) = session.causes().causes
+    assert cause.name == "inner"
+    assert cause.drift == pytest.approx(float(difference.square().sum() / reference.square().sum()), rel=1e-6)

@@ -152,7 +152,7 @@ def test_what_a_model_clamps_is_found_and_mended() -> None:
     expected = 20 * math.log10(float(r.norm() / (c - r).norm()))
     assert found.before == report.output
     assert found.after.sqnr_db > report.output.sqnr_db + 20
-    assert found.after.sqnr_db == pytest.approx(expected, abs=1.0)
+    assert found.after.sqnr_db == pytest.approx(expected, rel=1e-6)
     assert not session.loss_remedy(report)
 
 
@@ -307,3 +307,18 @@ def test_a_remedy_makes_finite_what_the_reference_has_finite() -> None:
     assert found is not None
     assert found.remedy is not None
     assert nonfinite_lines(found)[-1].endswith("tried, the output is finite with it where the reference is")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_a_weight_beyond_float32(dtype: str) -> None:
+    net = nn.Sequential(nn.Linear(32, 8, bias=False, dtype=torch.float64))
+    with torch.no_grad():
+        net[0].weight[0, 0] = 1e39
+    x = torch.randn(2, 32, dtype=torch.float64) * 1e-3
+    x[:, 0] = 0
+    session = de.open(net, inputs=(x,))
+    session.cast("*", dtype)
+    found = session.nonfinite(session.drift())
+    assert (found.kind, found.module, found.weights, found.largest) == ("weight", "0", ("0.weight",), 1e39)
+    assert found.remedy == "0.weight=float64"
+    assert mended(session, found)

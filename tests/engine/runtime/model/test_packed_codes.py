@@ -115,3 +115,43 @@ def test_scales_and_weights_that_do_not_pair_are_refused_by_name(
     )
     assert run(cli, "dtype-engine", ["drift", str(uneven)]) == 2
     assert "no whole number of its blocks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            lambda weight: {"weight": weight, "weight_scale_inv": torch.rand(2, 1)},
+            "weight_scale_inv belongs to {}.weight",
+        ),
+        (
+            lambda weight: {"weight": weight.to(torch.float8_e4m3fn)},
+            "weight holds float8_e4m3fn codes and has no {}.weight_scale_inv",
+        ),
+    ],
+    ids=["orphan", "missing"],
+)
+def test_nothing_is_written_or_run_before_a_part_that_is_missing_is_named(
+    parts: Callable[[torch.Tensor], Tensors],
+    said: str,
+    quantised: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    declared = {"quant_method": "fp8", "weight_block_size": [32, 32], "activation_scheme": "dynamic"}
+    folder, other = quantised(parts, declared), "model.layers.0.mlp.gate_proj"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{other}.weight"] = tensors[f"{other}.weight"].to(torch.float8_e4m3fn)
+    tensors[f"{other}.weight_scale_inv"] = torch.rand(2, 1)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    said = f"{LAYER}.{said.format(LAYER)}"
+    assert run(cli, "dtype-engine", ["inspect", str(folder)]) == 0
+    assert said in capsys.readouterr().out.splitlines()[0]
+    assert run(cli, "dtype-engine", ["drift", str(folder)]) == 2
+    assert f"{LAYER}.weight" in capsys.readouterr().err
+    out = ["-o", str(tmp_path / "out")]
+    assert run(cli, "dtype-engine", ["export", str(folder), *out]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    assert run(cli, "dtype-engine", ["export", str(folder), *out, "--incomplete"]) == 0
+    assert said in capsys.readouterr().err

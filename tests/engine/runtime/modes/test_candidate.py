@@ -215,6 +215,25 @@ def test_what_torch_refuses_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert asked == ["linear", "add"]
 
 
+def test_what_torch_refuses_depends_on_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear layer in bfloat16 takes a float32 bias where its input is not contiguous, and refuses it elsewhere."""
+    contiguous, turned = torch.randn(2, 4, 3).bfloat16(), torch.randn(2, 3, 4).bfloat16().transpose(1, 2)
+    for order in ((contiguous, turned), (turned, contiguous)):
+        monkeypatch.setattr(promotion, "_refused", set())
+        monkeypatch.setattr(promotion, "_accepted", set())
+        for x in order:
+            model = nn.Linear(3, 3)
+            bias = model.bias.detach().clone()
+            out, casts = under_the_mode(model, lambda m: m(x), weight="bfloat16")  # noqa: B023
+            try:
+                expected = functional.linear(x, model.weight, bias)
+            except RuntimeError:
+                expected = functional.linear(x.float(), model.weight.float(), bias)
+            assert torch.equal(out, expected)
+            assert out.dtype == expected.dtype == (torch.float32 if x is contiguous else torch.bfloat16)
+            assert any(cast.torch_raises for cast in casts) == (x is contiguous)
+
+
 def test_encoders_of_torch_take_no_fast_path_and_the_report_says_so() -> None:
     module, inputs = architectures.make("torch_encoder")
     session = de.open(module, inputs=inputs)

@@ -37,8 +37,9 @@ class PaddedEncoder(nn.Module):
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 2)
         self.head = nn.Linear(16, 5)
 
-    def forward(self, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-        hidden = self.encoder(self.embedding(input_ids), src_key_padding_mask=input_ids == 0)
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        padding = (input_ids if attention_mask is None else attention_mask) == 0
+        hidden = self.encoder(self.embedding(input_ids), src_key_padding_mask=padding)
         return {"logits": self.head(hidden)}
 
 
@@ -96,14 +97,113 @@ def writes() -> tuple[nn.Module, Any]:
     return Writes().eval(), (torch.randn(4, 8, generator=torch.Generator().manual_seed(0)),)
 
 
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+GROUPED = {**SMALL, "num_key_value_heads": 1, "vocab_size": architectures.VOCABULARY}
+MAMBA2 = {"mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
+STAGES = {"hidden_sizes": [8, 16], "depths": [1, 1]}
+
+
+def published() -> tuple[nn.Module, Any]:
+    """A Qwen3-Next as it is published: bfloat16, and `A_log` in float32."""
+    module, inputs = architectures.make("qwen3_next")
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not name.endswith(("A_log", "inv_freq")):
+            tensor.data = tensor.data.bfloat16()
+    return module, inputs
+
+
+def made(name: str, masked: bool = False, size: int = 0, **settings: Any) -> Callable[[], tuple[nn.Module, Any]]:
+    """A model of transformers by the name of its class, over texts, or over pictures of a size."""
+
+    def make() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model_class = getattr(transformers, name)
+        module = model_class(model_class.config_class(**settings)).eval()
+        if size:
+            return module, {"pixel_values": architectures.picture(size)}
+        ids = architectures.tokens(12, 2)
+        if not masked:
+            return module, {"input_ids": ids}
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+        more = {"decoder_input_ids": ids[:, :6]} if module.config.is_encoder_decoder else {}
+        return module, {"input_ids": ids, "attention_mask": mask, **more}
+
+    return make
+
+
+def detr() -> tuple[nn.Module, Any]:
+    stages = transformers.ResNetConfig(**STAGES, embedding_size=8, layer_type="basic", out_features=["stage2"])
+    return made(
+        "DetrForObjectDetection", size=32, use_timm_backbone=False, backbone_config=stages, backbone=None,
+        use_pretrained_backbone=False, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48, num_queries=5, num_labels=4,
+    )()  # fmt: skip
+
+
+def rt_detr() -> tuple[nn.Module, Any]:
+    stages = transformers.RTDetrResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8, 16, 16], depths=[1, 1, 1, 1], layer_type="basic",
+        out_features=["stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    return made(
+        "RTDetrForObjectDetection", size=64, backbone_config=stages, encoder_hidden_dim=16, encoder_in_channels=[8, 16, 16],
+        encoder_layers=1, encoder_ffn_dim=24, encoder_attention_heads=2, d_model=16, num_queries=5, decoder_ffn_dim=24,
+        decoder_in_channels=[16, 16, 16], decoder_layers=1, decoder_attention_heads=2, num_denoising=0, num_labels=4,
+    )()  # fmt: skip
+
+
+def upernet() -> tuple[nn.Module, Any]:
+    stages = transformers.ConvNextConfig(**STAGES, num_stages=2, patch_size=4, out_features=["stage1", "stage2"])
+    return made(
+        "UperNetForSemanticSegmentation", size=64, backbone_config=stages, hidden_size=16, pool_scales=[1, 2],
+        use_auxiliary_head=False, num_labels=5,
+    )()  # fmt: skip
+
+
 MAKE: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     **{name: functools.partial(architectures.make, name) for name in architectures.ZOO},
+    "qwen3_next as published": published,
+    "detr": detr,
+    "rt_detr": rt_detr,
+    "yolos": made(
+        "YolosForObjectDetection", size=32, **SMALL, image_size=[32, 32], patch_size=8, num_detection_tokens=5, num_labels=4
+    ),
+    "segformer": made(
+        "SegformerForSemanticSegmentation", size=32, hidden_sizes=[8, 16, 16, 16], depths=[1, 1, 1, 1],
+        num_attention_heads=[1, 1, 2, 2], decoder_hidden_size=16, num_labels=5,
+    ),
+    "upernet": upernet,
+    "jamba": made(
+        "JambaForCausalLM", **GROUPED, num_experts=2, num_experts_per_tok=1, attn_layer_period=2, attn_layer_offset=1,
+        expert_layer_period=2, expert_layer_offset=1, mamba_d_state=8, mamba_expand=2, mamba_dt_rank=4, pad_token_id=0,
+    ),
+    "bamba": made("BambaForCausalLM", **GROUPED, **MAMBA2, attn_layer_indices=[1], mamba_n_heads=4, pad_token_id=0),
+    "falcon_h1": made("FalconH1ForCausalLM", **GROUPED, **MAMBA2, mamba_d_ssm=32, mamba_n_heads=2),
+    "granite_hybrid": made(
+        "GraniteMoeHybridForCausalLM", **GROUPED, **MAMBA2, layer_types=["mamba", "attention"], num_local_experts=4,
+        num_experts_per_tok=2, shared_intermediate_size=24, mamba_n_heads=4,
+    ),
+    "lfm2": made("Lfm2ForCausalLM", **GROUPED, layer_types=["conv", "full_attention"]),
+    "gpt_oss": made("GptOssForCausalLM", **GROUPED, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": made(
+        "Glm4MoeForCausalLM", **GROUPED, head_dim=16, moe_intermediate_size=24, n_routed_experts=4, n_shared_experts=1,
+        n_group=1, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
+    ),
+    "padded_gemma2": made("Gemma2ForCausalLM", True, **GROUPED, head_dim=16),
+    "padded_modernbert": made(
+        "ModernBertForMaskedLM", True, **SMALL, vocab_size=architectures.VOCABULARY, pad_token_id=0, local_attention=4
+    ),
+    "padded_t5": made(
+        "T5ForConditionalGeneration", True, vocab_size=architectures.VOCABULARY, d_model=32, d_kv=16, d_ff=48,
+        num_layers=2, num_heads=2,
+    ),
     "padded_encoder": padded,
     "padded_bert": padded_bert,
     "router_bias": with_router_bias,
     "rwkv": rescaled,
     "writes": writes,
-}
+}  # fmt: skip
 QUICK = (
     "llama",
     "t5",
@@ -210,3 +310,83 @@ def test_a_candidate_is_what_plain_torch_runs(name: str) -> None:
         assert error <= 1e-6, (recipe, added)
         flow = session.flow()
         assert any(row.torch_raises for row in flow) == added
+
+
+def test_a_model_as_published_has_the_figures_of_plain_torch() -> None:
+    """A Qwen3-Next in bfloat16 with a float32 `A_log`, without any rule: torch promotes, and raises nothing."""
+    module, inputs = published()
+    wide, _ = published()
+    for tensor in (*wide.parameters(), *wide.buffers()):
+        tensor.data = tensor.data.float() if tensor.is_floating_point() else tensor.data
+    with torch.no_grad():
+        r, c = (each(**inputs).logits.double() for each in (wide, module))
+    p, q = r.log_softmax(-1), c.log_softmax(-1)
+    output = de.open(module, inputs=inputs).drift().output
+    assert output.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-6)
+    assert output.sqnr_db == pytest.approx(20 * float((r.norm() / (r - c).norm()).log10()), rel=1e-6)
+
+
+def test_the_flow_is_what_torch_promotes() -> None:
+    """All in bfloat16, torch adds a router's bias to float32 scores: no call of the pass meets other pairs of dtypes."""
+    found = []
+
+    class Promotions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            output = func(*args, **kwargs or {})
+            given = {
+                each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point() and each.ndim
+            }
+            if len(given) > 1 and isinstance(output, torch.Tensor) and output.is_floating_point():
+                found.extend((func.__name__.strip("_"), dtype, output.dtype) for dtype in given - {output.dtype})
+            return output
+
+    module, inputs = with_router_bias()
+    session = de.open(module, inputs=inputs)
+    session.cast("*", "bfloat16")
+    rows = {(row.operation, getattr(torch, row.source), getattr(torch, row.target)) for row in session.flow()}
+    by_hand, inputs = with_router_bias()
+    persistent = by_hand.state_dict(keep_vars=True).values()
+    for tensor in persistent:
+        tensor.data = tensor.data.bfloat16()
+    with torch.no_grad(), Promotions():
+        by_hand(**inputs)
+    assert rows == set(found)
+    assert rows >= {("add", torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["all positions", "real tokens"])
+def test_the_head_of_a_padded_encoder_drifts_by_its_own_rounding_alone(masked: bool) -> None:
+    """torch's fast path would zero the padded rows, where no mode is on. They are left out where an argument says which they
+    are.
+    """
+    module, inputs = padded()
+    real = inputs["input_ids"] != 0
+    if masked:
+        inputs["attention_mask"] = real.long()
+    other, _ = padded()
+    weight = other.head.weight.data
+    scale = weight.abs().amax(1, keepdim=True) / 127
+    other.head.weight.data = (weight / scale).round() * scale
+    with torch.no_grad(), Watched():  # a mode of any kind turns the fast path off
+        r, c = (each(**inputs)["logits"].double() for each in (module, other))
+    p, q = r.log_softmax(-1), c.log_softmax(-1)
+    each = (p.exp() * (p - q)).sum(-1)
+    expected = float((each[real] if masked else each).mean())
+    session = de.open(module, inputs=inputs)
+    session.cast("head", "float64")
+    assert session.drift().output.kl_mean < 1e-12
+    session.undo()
+    session.cast("head.weight", "int8")
+    output = session.drift().output
+    assert output.kl_mean == pytest.approx(expected, rel=1e-4)
+    assert (output.top1_agreement, output.positions) == (1, 16 if masked else 24)
+    session.undo()
+    scan = session.scan(["int8"], exact=True)
+    assert scan.scores()["head.weight", "int8"] == pytest.approx(output.kl_mean, rel=1e-9)
+
+
+class Watched(TorchFunctionMode):
+    """Does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})

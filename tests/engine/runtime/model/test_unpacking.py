@@ -1,0 +1,77 @@
+"""Checkpoints of compressed-tensors: the reference has the weights that codes and scales give in float32, decoded here by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+import dtype_engine as de
+
+
+def of_another_program(source: Path, folder: Path, dtype: str) -> dict[str, torch.Tensor]:
+    """An export without the metadata of this program, with scales in bfloat16 as llm-compressor writes them."""
+    session = de.open(str(source))
+    session.cast("*_proj", dtype)
+    session.export(folder)
+    file = folder / "model.safetensors"
+    tensors = {
+        name: tensor.bfloat16() if name.endswith("weight_scale") and tensor.dtype == torch.float32 else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, {"format": "pt"})
+    return tensors
+
+
+def by_hand(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights in float32: codes times scales; codes of four bits have the lowest bits first, and 8 is zero."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("weight_packed"):
+            bits = torch.arange(0, 32, 4, dtype=torch.int32)
+            codes = ((tensor[..., None] >> bits) & 15).flatten(1).float() - 8
+            scale = tensors[name.replace("_packed", "_scale")].float()
+            found[name.removesuffix("_packed")] = codes * scale.repeat_interleave(codes.shape[1] // scale.shape[1], 1)
+        elif name.endswith(".weight"):
+            scale = tensors.get(f"{name}_scale", torch.ones(1))
+            found[name] = tensor.float() * scale.float()
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["int4@g32", "int8", "float8_e4m3fn"])
+def test_the_reference_has_the_values_that_codes_and_scales_give(
+    dtype: str, make_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = make_llama(dtype="bfloat16", tie_word_embeddings=False, intermediate_size=64)
+    weights = by_hand(of_another_program(source, tmp_path / "out", dtype))
+    config = json.loads((source / "config.json").read_text())
+    config.pop("dtype")
+    wide, narrow = (transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval() for _ in range(2))
+    for model in (wide, narrow):
+        model.load_state_dict(weights)
+    for parameter in narrow.parameters():
+        parameter.data = parameter.data.bfloat16()
+    ids = torch.randint(3, 60, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        r, c = (model(input_ids=ids).logits.double() for model in (wide, narrow))
+    save_file({"input_ids": ids}, tmp_path / "ids.safetensors")
+    session = de.open(str(tmp_path / "out"), options=de.Options(tensors=tmp_path / "ids.safetensors"))
+    report = session.drift()
+    assert report.output.mean_abs == pytest.approx(float((r - c).abs().mean()), rel=1e-6)
+    assert report.output.sqnr_db == pytest.approx(20 * float((r.norm() / (r - c).norm()).log10()), rel=1e-6)
+    bytes_of_layers = sum(tensor.numel() for name, tensor in weights.items() if "_proj" in name) * 2
+    assert session.model.resident_bytes > bytes_of_layers
+    assert not report.notices
+
+
+def test_a_weight_that_is_unpacked_in_16_bits_is_told(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    of_another_program(make_llama(dtype="bfloat16", intermediate_size=64), tmp_path / "out", "nvfp4")
+    found = [notice for notice in de.open(str(tmp_path / "out")).model.notices if "in 16 bits" in notice]
+    assert [notice.partition(", so")[0] for notice in found] == [
+        "transformers unpacks 14 weights in 16 bits, first model.layers.0.self_attn.q_proj.weight"
+    ]
