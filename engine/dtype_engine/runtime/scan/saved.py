@@ -240,8 +240,8 @@ def _drifts(file: _File) -> Iterator[float | None]:
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:
         yield sequence.mass
-        for _, _, drift, _, error, measured in sequence.sums:
-            yield from (drift, error, measured)
+        for _, _, drift, _, measured in sequence.sums:
+            yield from (drift, measured)
         for sample in sequence.selections:
             yield from (sample.share, sample.cost, *(squares for _, _, squares, _ in sample.sums))
 
