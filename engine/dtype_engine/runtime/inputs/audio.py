@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
@@ -19,6 +20,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     feature_extractor_of,
     no_tokenizer,
     parameters,
+    running,
     tokenizer_of,
 )
 from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
@@ -115,10 +117,9 @@ def open_sound(path: Path, rate: int) -> Wave:
     import numpy as np
     import soundfile
 
-    try:
+    damaged = "not a WAV, FLAC, OGG or MP3 file, or damaged"
+    with failures_as(UserError, f"can't read the audio file {path}", lambda error: damaged):
         frames, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError):
-        raise UserError(f"can't read the audio file {path}: not a WAV, FLAC, OGG or MP3 file, or damaged") from None
     if not len(frames):
         raise UserError(f"the audio file {path} has no samples")
     mono: Wave = frames.mean(axis=1)
@@ -176,10 +177,8 @@ def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
 
 
 def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument: str) -> dict[str, Any]:
-    try:
+    with running(f"the feature extractor of {model.title} refuses the audio"):
         features = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"the feature extractor of {model.title} refuses the audio: {one_line(error)}") from None
     if argument not in features:
         raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
     return features

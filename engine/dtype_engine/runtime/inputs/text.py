@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.regular_files import read_text
@@ -23,6 +23,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     no_tokenizer,
     parameters,
     random_ids,
+    running,
     text_config,
     tokenizer_of,
 )
@@ -46,6 +47,9 @@ class TextSample:
     """The origin of the text for error messages: `prompt 2`, or a file and a line."""
 
 
+_DEFAULT_SAMPLES = tuple(TextSample(text, where="the built-in prompts") for text in DEFAULT_PROMPTS)
+
+
 def text_inputs(model: LiveModel, options: Options) -> Inputs:
     """Return sequences of token ids for a language model, an encoder, or an encoder and its decoder. Raises UserError."""
     config = model.module.config
@@ -65,14 +69,16 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
         return Inputs(batches, described, made_of=(f"token ids at random: the folder {why}", *decoder))
     given = bool(options.prompts or options.texts)
     sequences: list[tuple[torch.Tensor, str]] = []
-    for sample in text_samples(options) if given else map(TextSample, DEFAULT_PROMPTS):
+    for sample in text_samples(options) if given else _DEFAULT_SAMPLES:
         ids, text = encoded(tokenizer, sample, model.title, options.chat)
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]
             if start == 0:
                 sequences.append((part, text))
             elif len(part) > 1:
-                sequences.append((part, "…" + tokenizer.decode(part[:_SHOWN_TOKENS], skip_special_tokens=True)))
+                with running(f"{sample.where}: the tokenizer of {model.title} can't decode it"):
+                    begin = tokenizer.decode(part[:_SHOWN_TOKENS], skip_special_tokens=True)
+                sequences.append((part, f"…{begin}"))
         if options.sequences is not None and len(sequences) >= options.sequences:
             sequences = sequences[: options.sequences]
             break
@@ -165,12 +171,12 @@ def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple
     if sample.messages or chat:
         messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
         text = apply_chat_template(tokenizer, messages, title, sample.where, opens=not sample.messages)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         text = sample.text
-        ids = tokenizer(text)["input_ids"]
+    with running(f"{sample.where}: the tokenizer of {title} can't encode it"):
+        ids = tokenizer(text, add_special_tokens=not (sample.messages or chat))["input_ids"]
     if len(ids) == 0:
-        raise UserError(f"{sample.where or 'the text'}: {printable(text, 40)!r} has no tokens")
+        raise UserError(f"{sample.where}: {printable(text, 40)!r} has no tokens")
     return torch.tensor(ids, dtype=torch.int64), text
 
 
@@ -181,10 +187,8 @@ def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: s
     """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: {title} has no chat template; {hint('no-chat')}")
-    try:
+    with running(f"{where}: the chat template of {title} refuses this conversation"):
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
-    except Exception as error:  # a template is a program that comes with the model and may raise anything
-        raise UserError(f"{where}: the chat template of {title} refuses this conversation: {one_line(error)}") from None
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
