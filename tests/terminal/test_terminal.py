@@ -38,6 +38,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal.wait_for("embed_tokens")
     terminal.wait_for(r"ready")
     terminal.wait_for(r"SQNR +exact")
+    terminal.press("\x1b[200~\x1b[31m3\x1b[A\n3q\x1b[201~")  # no key of a paste is pressed
     terminal.press("c")
     terminal.wait_for(r"\*=bf16\s")
     terminal.wait_for(r"matches 5\d tensors · 707\.8 k parameters · 2\.70 MiB → 1\.35 MiB")
