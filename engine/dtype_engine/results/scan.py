@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import Name, printable
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.losses import ValueLoss
 
@@ -16,7 +16,7 @@ from dtype_engine.results.losses import ValueLoss
 class WeightScore:
     """The drift that one weight in one dtype causes, with the rest of the model as in the reference."""
 
-    name: str
+    name: Name
     dtype: str
     bytes: int
     """The bytes of the weight in that dtype, scales included."""
