@@ -22,6 +22,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.frames import WireError
 from dtype_engine.worker.messages import AnswerDecoder
 from dtype_tui.app import DtypeApp
+from dtype_tui.rendering.printable_lines import PrintableLines
 
 SEQUENCES = 6
 SIZES = ((80, 24), (120, 36))
@@ -71,6 +72,7 @@ async def go_through(
     """Sequences of events in one scene, with a key in between now and then."""
     chance = random.Random(f"{scene} {seed}")
     app = make_app()
+    app._filters[:] = [each for each in app._filters if not isinstance(each, PrintableLines)]  # what it would mend
     async with running(app, size) as pilot:
         if scene in SCENES:
             await SCENES[scene](app, pilot)

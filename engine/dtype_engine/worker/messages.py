@@ -132,7 +132,7 @@ class AnswerDecoder:
                 return None
             is_safe = _is_safe(plain)
             answer: Answer = msgspec.convert(plain, _ANSWERS, dec_hook=self._tree_of)
-            answer = answer if is_safe else _safe(answer)
+            answer = answer if is_safe else safe(answer)
             check_event(answer)
             return answer
         except (msgspec.MsgspecError, UserError, ValueError, LookupError, OverflowError, RecursionError) as error:
@@ -187,7 +187,7 @@ def _is_safe(value: object) -> bool:
     return False not in [_is_safe(item) for item in value] if isinstance(value, list) else True  # all are checked
 
 
-def _safe(value: Any, exact: bool = False) -> Any:
+def safe(value: Any, exact: bool = False) -> Any:
     """Return `value` without characters that a terminal would interpret, except in fields of events and results whose type is
     `Name`: they have to equal the names and patterns in the app, and are escaped where they are drawn. exact: whether `value` is in
     such a field.
@@ -195,9 +195,9 @@ def _safe(value: Any, exact: bool = False) -> Any:
     if isinstance(value, str):
         return value if exact else without_controls(value)
     if isinstance(value, tuple):
-        return tuple(_safe(item, exact) for item in value)
+        return tuple(safe(item, exact) for item in value)
     if isinstance(value, dict):
-        return {_safe(key, exact): _safe(item, exact) for key, item in value.items()}
+        return {safe(key, exact): safe(item, exact) for key, item in value.items()}
     if isinstance(value, msgspec.Struct):
         return msgspec.structs.replace(value, **_safe_fields(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -206,11 +206,12 @@ def _safe(value: Any, exact: bool = False) -> Any:
 
 
 def _safe_fields(value: Any) -> dict[str, Any]:
-    return {name: _safe(getattr(value, name), exact) for name, exact in _fields(type(value)).items()}
+    kind: Any = type(value)
+    return {name: safe(getattr(value, name), exact) for name, exact in _fields(kind).items()}
 
 
 @lru_cache
-def _fields(kind: type) -> dict[str, bool]:
+def _fields(kind: Any) -> dict[str, bool]:
     """Return the fields of a class of events or results, and whether each is a `Name`, or contains any."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if issubclass(kind, msgspec.Struct):

@@ -173,9 +173,10 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
     def make_engine(emit: Callable[[Event], None]) -> Engine:
         if in_process:
+            from dtype_engine.worker.messages import safe
             from dtype_engine.worker.worker import Worker
 
-            return Worker(source, options, emit, read_headers=not whole)
+            return Worker(source, options, lambda event: emit(safe(event)), read_headers=not whole)
         from dtype_engine.worker.connection import EngineCommand
         from dtype_engine.worker.process import EngineProcess
         from dtype_tui.process.early_engine import take
