@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.helpers import checkpoint_folders
@@ -48,13 +49,23 @@ def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
         de.open(str(folder), options=de.Options(prompts=("hello",)))
 
 
-def test_a_processor_that_refuses_is_why_there_are_no_inputs(tmp_path: Path) -> None:
-    folder = checkpoint_folders.save("vit", tmp_path / "vit")
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("vit", {"image_mean": [0.5] * 7}, "the image processor of vit refuses the picture: "),
+        ("wav2vec2", {"sampling_rate": "x"}, "wav2vec2: its inputs can't be made: ValueError: "),
+        ("wav2vec2", {"sampling_rate": [1]}, "wav2vec2: its inputs can't be made: TypeError: "),
+    ],
+)
+def test_a_processor_that_fails_is_why_there_are_no_inputs(
+    name: str, change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    folder = checkpoint_folders.save(name, tmp_path / name)
     path = folder / "preprocessor_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.5] * 7}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
     session = de.open(str(folder))
-    assert "the image processor of vit refuses the picture" in str(session.no_forward)
-    assert session.cast("*", "bfloat16") is not None
+    assert str(session.no_forward).startswith(why)
+    session.cast("*", "bfloat16")
 
 
 def test_a_chat_template_that_fails_is_named(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             "function example_inputs() next to the model that returns a dict or a tuple of tensors"
         )
     try:
-        return _made(model, options)
+        with failures_as(PartFails, f"{model.title}: its inputs can't be made", with_type):
+            return _made(model, options)
     except PartFails as error:
         if given:
             raise
