@@ -37,13 +37,15 @@ KINDS: tuple[type, ...] = tuple(
 
 
 class RandomEvents:
-    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: those that events are about, mostly."""
+    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: those that events are about, mostly.
+    hostile: whether all texts are `HOSTILE`, or names of the tree.
+    """
 
-    def __init__(self, chance: random.Random, tree: Tree, recipes: Sequence[Recipe]) -> None:
+    def __init__(self, chance: random.Random, tree: Tree, recipes: Sequence[Recipe], hostile: bool) -> None:
         self._chance = chance
         self._names: Sequence[str] = (*tree.modules, *tree.tensors)
         self._recipes = recipes
-        self._texts = HOSTILE if chance.random() < 0.3 else TEXTS
+        self._texts = HOSTILE if hostile or chance.random() < 0.3 else TEXTS
 
     def next(self, kind: type | None = None) -> Iterator[bytes]:
         """The messages of one event, of any kind or of this one."""
