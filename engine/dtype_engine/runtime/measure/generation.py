@@ -140,13 +140,13 @@ def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
         return tuple(f" {token}" for token in ids)
     texts: list[str] = []
     shown = ""
-    for count in range(1, len(ids) + 1):
-        with running("the tokenizer can't decode what the model generated"):
+    with running("the tokenizer can't decode the tokens"):
+        for count in range(1, len(ids) + 1):
             text = tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        whole = text.rstrip("\ufffd") if count < len(ids) else text
-        grown = whole.startswith(shown)
-        texts.append(whole[len(shown) :] if grown else "")
-        shown = whole if grown else shown
+            whole = text.rstrip("\ufffd") if count < len(ids) else text
+            grown = whole.startswith(shown)
+            texts.append(whole[len(shown) :] if grown else "")
+            shown = whole if grown else shown
     return tuple(texts)
 
 
