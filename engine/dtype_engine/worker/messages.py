@@ -183,7 +183,7 @@ def _is_safe(value: object) -> bool:
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
         raise ValueError(f"{value} is no figure of anything")
     if isinstance(value, dict):
-        value = list(value.values())
+        value = [*value, *value.values()]
     return False not in [_is_safe(item) for item in value] if isinstance(value, list) else True  # all are checked
 
 

@@ -38,10 +38,11 @@ def without_panic_message() -> Iterator[None]:
     A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. Threads
     run such blocks one after another, because the descriptor belongs to the process.
     """
-    with _STDERR, tempfile.TemporaryFile() as written:
+    with _STDERR, contextlib.ExitStack() as stack:
         try:
+            written = stack.enter_context(tempfile.TemporaryFile())
             stderr = os.dup(2)
-        except OSError:  # it is closed
+        except OSError:  # there is no place for such a file, or standard error is closed
             yield
             return
         os.dup2(written.fileno(), 2)
