@@ -24,6 +24,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.frames import WireError
 from dtype_engine.worker.messages import AnswerDecoder, encode_answer
 from dtype_tui.app import DtypeApp
+from dtype_tui.main_screen import MOST_WINDOWS
 from dtype_tui.rendering.printable_lines import PrintableLines
 
 SEQUENCES = 6
@@ -125,6 +126,21 @@ async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None
             await pilot.pause()
             hostility.check()
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
+
+
+async def test_results_without_end_do_not_open_windows_without_end() -> None:
+    app = make_app()
+    async with running(app, SIZES[0]) as pilot:
+        await SCENES["as-stored"](app, pilot)
+        for _ in range(10):
+            for _ in range(20):
+                engine(app).emit(events.ImplicitCastsTraced(app.controller.experiment.recipe, ()))
+            await pilot.pause()
+        await pilot.pause()
+        assert 1 < len(app.screen_stack) <= MOST_WINDOWS
+        await pilot.press(*["escape"] * MOST_WINDOWS)
+        await pilot.pause()
+        assert app.screen_stack == [app.main]
 
 
 @pytest.mark.slow
