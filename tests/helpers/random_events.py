@@ -23,6 +23,11 @@ TEXTS = (
     "\u202etxt", "漢字" * 40, "e\u0301" * 60, "👩\u200d👩\u200d👧", "*", "type:", "re:(", "{1..9}", "int8@tensor", "bfloat16",
     "as stored", "*=bf16", "=", "nope=f7", "model.layers.0.mlp=float16", "defaults", "reference", "scan",
 )  # fmt: skip
+HOSTILE = (
+    "\x1b]0;owned\x07", "\x1b[2J", "\x9b31m", "a\x1b[H.b\x1b[H", "a\rb", "\x1b]8;;http://e\x1b\\x", "\u202etxt", "\u2066a",
+    "\u200b", "\u3164", "\u115f\u1160", "\u1100\u1161", "❤\ufe0f", "\U000e0101", "\x7f",
+)  # fmt: skip
+"""Texts that would drive a terminal, turn its text, or be drawn as nothing."""
 _FROM_THIS_END = (events.EngineEnded, events.EngineLost, events.EngineBack, events.Composed)
 _ON_ITS_OWN = (events.OutputMeasured,)
 """Told by a test of its own."""
@@ -32,12 +37,15 @@ KINDS: tuple[type, ...] = tuple(
 
 
 class RandomEvents:
-    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: those that events are about, mostly."""
+    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: those that events are about, mostly.
+    hostile: whether all texts are `HOSTILE`, or names of the tree.
+    """
 
-    def __init__(self, chance: random.Random, tree: Tree, recipes: Sequence[Recipe]) -> None:
+    def __init__(self, chance: random.Random, tree: Tree, recipes: Sequence[Recipe], hostile: bool) -> None:
         self._chance = chance
         self._names: Sequence[str] = (*tree.modules, *tree.tensors)
         self._recipes = recipes
+        self._texts = HOSTILE if hostile or chance.random() < 0.3 else TEXTS
 
     def next(self, kind: type | None = None) -> Iterator[bytes]:
         """The messages of one event, of any kind or of this one."""
@@ -90,7 +98,7 @@ class RandomEvents:
         return self._chance.choice(INTS) if self._chance.random() < 0.2 else self._chance.randint(0, 4096)
 
     def _text(self) -> str:
-        return self._chance.choice(self._names if self._chance.random() < 0.5 else TEXTS)
+        return self._chance.choice(self._names if self._chance.random() < 0.5 else self._texts)
 
     def _value(self, hint: Any) -> Any:
         chance = self._chance

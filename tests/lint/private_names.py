@@ -27,7 +27,7 @@ MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
         "_context|_exception|_exit_renderables|_close_messages_no_wait|_filters|_check_bindings|_on_key|_on_paste"
         "|_notifications|_unnotify|_styles_cache"
     ),
-    "tui/dtype_tui/process/key_parser.py": re.compile("_xterm_parser|_sequence_to_key_events"),
+    "tui/dtype_tui/process/key_parser.py": re.compile("_xterm_parser|_sequence_to_key_events|_timeout_time"),
     "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks|_select_or_command"),
 }
 """Files that may use private names of other libraries, and which."""

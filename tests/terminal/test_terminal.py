@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.panicking_tokenizer import with_panicking_tokenizer
 from tests.helpers.paths import TINYNET
 from tests.helpers.terminal import PROGRAM, Terminal
 
@@ -38,6 +39,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal.wait_for("embed_tokens")
     terminal.wait_for(r"ready")
     terminal.wait_for(r"SQNR +exact")
+    terminal.press("\x1b[200~\x1b[31m3\x1b[A\n3q\x1b[201~")  # no key of a paste is pressed
     terminal.press("c")
     terminal.wait_for(r"\*=bf16\s")
     terminal.wait_for(r"matches 5\d tensors · 707\.8 k parameters · 2\.70 MiB → 1\.35 MiB")
@@ -47,6 +49,20 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal.wait_for(r"KL mean +\d\.\d+e-04 ± \de-0\d nats")
     terminal.press("u")
     terminal.wait_for(r"SQNR +exact")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+def test_a_panic_in_a_thread_of_the_app_writes_nothing_on_the_screen(opened: Opener, tmp_path: Path) -> None:
+    """The tokenizers library writes its panics to the descriptor of standard error, which the screen is drawn on as well."""
+    folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
+    terminal = opened(str(folder), "--in-process", forked=False)
+    terminal.wait_for(r"SQNR +exact")
+    terminal.press("i")
+    terminal.wait_for("tokenizer that is damaged")
+    assert b"thread '" not in terminal.raw
+    terminal.press("\x1b")
     terminal.press("q")
     assert terminal.exit_status() == 0
     assert terminal.is_restored()

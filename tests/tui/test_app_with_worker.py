@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers import checkpoint_folders
+from tests.helpers.panicking_tokenizer import PANICS, with_panicking_tokenizer
 from tests.helpers.recorded_worker import WAYS, Way, make_engine
 from tests.helpers.screen_text import notices, screen, until
 from tests.helpers.slow_net import CODE, opened, slow
@@ -123,6 +126,29 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         await pilot.press("2")
         await until(pilot, lambda: not app.controller.activity.busy)
         assert "when all headers are read" not in screen(app)
+
+
+# -- a damaged part of a model's folder ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", PANICS)
+async def test_a_model_whose_tokenizer_panics_is_measured_on_token_ids(kind: str, tmp_path: Path) -> None:
+    app = app_on("thread", str(with_panicking_tokenizer(kind, tmp_path / "model")))
+    async with opened(app) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: app.controller.experiment.results.report is not None)
+        await pilot.press("i")
+        await until(pilot, lambda: "has a tokenizer that is damaged" in " ".join(screen(app).split()))
+
+
+async def test_a_model_whose_processor_fails_opens_and_says_why_it_has_no_inputs(tmp_path: Path) -> None:
+    folder = checkpoint_folders.save("vit", tmp_path / "vit")
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"image_mean": [0.5] * 7}))
+    app = app_on("thread", str(folder))
+    async with opened(app) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: "No drift: the image processor of vit" in screen(app))
 
 
 # -- what is refused takes nothing off the screen --------------------------------------------------------------------

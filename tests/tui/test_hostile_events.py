@@ -1,7 +1,7 @@
 """Whatever an engine tells, as long as the types are right: the app lives on, and nothing but text reaches the terminal.
 
 `python -m tests.tui.test_hostile_events SEED COUNT` goes on with other chances and in a larger terminal as well, twice as long in
-each scene: `make fuzz` does it.
+each scene, and with every kind of event that has hostile texts alone: `make fuzz` does it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
+from collections.abc import Sequence
 
 import pytest
-from tests.helpers.random_events import RandomEvents
+from tests.helpers.random_events import KINDS, RandomEvents
 from tests.helpers.recording_engine import engine, make_app, running
 from tests.helpers.scenes import SCENES
 from tests.helpers.screen_text import lines
 
 from dtype_engine.core.text import printable
+from dtype_engine.core.tree import TensorInfo, from_tensors
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.worker import events
 from dtype_engine.worker.frames import WireError
-from dtype_engine.worker.messages import AnswerDecoder
+from dtype_engine.worker.messages import AnswerDecoder, encode_answer
 from dtype_tui.app import DtypeApp
+from dtype_tui.main_screen import MOST_WINDOWS
+from dtype_tui.rendering.printable_lines import PrintableLines
 
 SEQUENCES = 6
 SIZES = ((80, 24), (120, 36))
@@ -39,11 +43,11 @@ class Hostility:
         self._chance = chance
         self._decoder = AnswerDecoder()
 
-    def sequence(self, kind: type | None = None) -> None:
+    def sequence(self, kind: type | None = None, hostile: bool = False) -> None:
         """Tell some events, of any kind or of this one, as the engine's process does, up to one that is refused."""
         experiment = self._app.controller.experiment
         recipes = (Recipe(), experiment.recipe, *(Recipe((Rule.parse(rule),)) for rule in RULES))
-        telling = RandomEvents(self._chance, experiment.tree, recipes)
+        telling = RandomEvents(self._chance, experiment.tree, recipes, hostile)
         for _ in range(self._chance.choice((1, 1, 3, 8))):
             try:
                 for message in telling.next(kind):
@@ -56,23 +60,39 @@ class Hostility:
             engine(self._app).emit(event)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Nothing on the screen is a command to the terminal."""
+        """Nothing on the screen is a command to the terminal or a link, or moves what is beside it."""
         for line in lines(self._app):
             assert printable(line, len(line)) == line, "\n".join(lines(self._app))
+        for strip in self._app.screen._compositor.render_strips():
+            for segment in strip:
+                assert not segment.control, segment
+                assert segment.style is None or segment.style.link is None, segment
+
+
+def without_last_check(app: DtypeApp) -> None:
+    """Take away what would mend a line that somebody forgot to escape."""
+    app._filters[:] = [each for each in app._filters if not isinstance(each, PrintableLines)]
 
 
 async def go_through(
-    scene: str, seed: str, sequences: int, kind: type | None = None, size: tuple[int, int] = SIZES[0]
+    scene: str,
+    seed: str,
+    kinds: Sequence[type | None],
+    hostile: bool = False,
+    size: tuple[int, int] = SIZES[0],
 ) -> None:
-    """Sequences of events in one scene, with a key in between now and then."""
+    """Sequences of events in one scene, each of this kind or of any, with a key in between now and then. hostile: whether the tree
+    and all events have hostile texts alone.
+    """
     chance = random.Random(f"{scene} {seed}")
     app = make_app()
+    without_last_check(app)
     async with running(app, size) as pilot:
         if scene in SCENES:
             await SCENES[scene](app, pilot)
         hostility = Hostility(app, chance)
-        for _ in range(sequences):
-            hostility.sequence(kind)
+        for kind in (events.HeadersRead, *kinds) if hostile else kinds:
+            hostility.sequence(kind, hostile)
             await pilot.pause()
             await pilot.pause()
             hostility.check()
@@ -86,12 +106,52 @@ async def go_through(
 @pytest.mark.slow
 @pytest.mark.parametrize("scene", ["before the model", *SCENES])
 async def test_it_lives_on(scene: str) -> None:
-    await go_through(scene, "0", SEQUENCES)
+    await go_through(scene, "0", [None] * SEQUENCES)
+
+
+async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None:
+    name = "\x1b]0;owned\x07"
+    tree = from_tensors([TensorInfo(f"{name}.weight", (2, 2), "float32")])
+    app = make_app()
+    without_last_check(app)
+    async with running(app) as pilot:
+        hostility, decoder = Hostility(app, random.Random(0)), AnswerDecoder()
+        ready = events.ModelReady(tree, name, name, 1.0, name, (name,), name)
+        failed = events.Failed(app.controller.experiment.recipe, name, name)
+        for event in (events.HeadersRead(tree), failed, ready, failed):
+            for answer in map(decoder.decode, encode_answer(event)):
+                if answer is not None:
+                    engine(app).emit(answer)  # type: ignore[arg-type]
+            await pilot.pause()
+            await pilot.pause()
+            hostility.check()
+        assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
+
+
+async def test_results_without_end_do_not_open_windows_without_end() -> None:
+    app = make_app()
+    async with running(app, SIZES[0]) as pilot:
+        await SCENES["as-stored"](app, pilot)
+        for _ in range(10):
+            for _ in range(20):
+                engine(app).emit(events.ImplicitCastsTraced(app.controller.experiment.recipe, ()))
+            await pilot.pause()
+        await pilot.pause()
+        assert 1 < len(app.screen_stack) <= MOST_WINDOWS
+        await pilot.press(*["escape"] * MOST_WINDOWS)
+        await pilot.pause()
+        assert app.screen_stack == [app.main]
 
 
 @pytest.mark.slow
 async def test_figures_so_far_may_be_anything() -> None:
-    await go_through("measuring", "so far", 3 * SEQUENCES, events.OutputMeasured)
+    await go_through("measuring", "so far", [events.OutputMeasured] * 3 * SEQUENCES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scene", ["mix", "leave"])
+async def test_it_lives_on_whatever_kind_of_event_has_hostile_names(scene: str) -> None:
+    await go_through(scene, "names", KINDS, hostile=True)
 
 
 def main() -> None:
@@ -99,7 +159,9 @@ def main() -> None:
     for seed in range(int(sys.argv[1]), int(sys.argv[1]) + int(sys.argv[2])):
         for scene in ("before the model", *SCENES):
             try:
-                asyncio.run(go_through(scene, str(seed), 2 * SEQUENCES, size=SIZES[seed % 2]))
+                asyncio.run(go_through(scene, str(seed), [None] * 2 * SEQUENCES, size=SIZES[seed % 2]))
+                kinds = random.Random(seed).sample(KINDS, len(KINDS))
+                asyncio.run(go_through(scene, str(seed), kinds, hostile=True, size=SIZES[seed % 2]))
             except BaseException:
                 print(f"seed {seed}, {scene}", file=sys.stderr)
                 raise

@@ -26,6 +26,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.screens.modal import CommandPalette, is_from_closed_window, nodes_in_traceback
 from dtype_tui.widgets.message_line import MessageLine
 
@@ -53,6 +54,7 @@ class BaseApp(App[ReturnType]):
         self.register_theme(HIGH_CONTRAST)
         if config.theme is not None:
             self.theme = config.theme
+        self._filters.append(PrintableLines())
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None

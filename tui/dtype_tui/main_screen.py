@@ -45,6 +45,8 @@ from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
+MOST_WINDOWS = 20
+"""From this number of open windows on, results open no further ones: Textual can't draw a hundred over each other."""
 
 
 class MainScreen(Screen[None]):
@@ -195,7 +197,7 @@ class MainScreen(Screen[None]):
                 self._go_to_wanted_cursor()
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
-            case _:
+            case _ if len(self.app.screen_stack) < MOST_WINDOWS:
                 self._windows.open_result(event, self.app.size.width)
         for window in self.app.screen_stack[1:]:
             window.post_message(EngineEvent(event))

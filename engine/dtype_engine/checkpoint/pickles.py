@@ -21,7 +21,7 @@ from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError, one_line
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
@@ -165,7 +165,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
             warnings.simplefilter("ignore")
             # What is compressed can't be mapped; torch's reader inflates it.
             mapped = archive is not None and not archive.compressed
-            with _modules_of_this_folder() if trust else contextlib.nullcontext(), exits_as_errors():
+            with _modules_of_this_folder() if trust else contextlib.nullcontext(), foreign_code():
                 return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
     except (ImportError, AttributeError) as error:
         if not trust:

@@ -13,7 +13,7 @@ import click
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.input_limits import KINDS
 from dtype_engine.core.options import ClassesDim
 
@@ -272,7 +272,7 @@ class ModelCommand(click.Command):
         # After a crash, such as by a mapped file that was cut short, standard error shows where it happened.
         if not faulthandler.is_enabled():
             faulthandler.enable(2)
-        with answers_alone(), exits_as_errors():
+        with answers_alone(), foreign_code():
             return self._invoke(ctx)
 
     def _invoke(self, ctx: click.Context) -> Any:

@@ -1,21 +1,35 @@
-"""Makes text from files safe to show, so that it can't send control sequences to the terminal."""
+"""Makes text from files and engines safe to show, so that it can't send control sequences to the terminal or move what is drawn."""
 
 from __future__ import annotations
 
-_BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+import re
+from typing import Annotated
 
-_INVISIBLE = frozenset("\u115f\u1160\u3164\uffa0")
-"""Hangul fillers: letters by their category, but nothing is drawn for them, so two names could look the same."""
-_ESCAPED = _BIDIRECTIONAL | _INVISIBLE
+EXACT = "exact"
+Name = Annotated[str, EXACT]
+"""A name of the model, or a pattern of a recipe, which has to equal those in the tree. Its text is exactly that of the file, so
+whoever shows it has to make it `printable`. In an event of an engine, text of any other type is safe to show.
+"""
+
+_INVISIBLE = re.compile(
+    "[\u034f\u115f-\u11ff\u17b4\u17b5\u180b-\u180f\u3164\ud7b0-\ud7ff\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+"""Characters that `str.isprintable` accepts, but that are drawn as nothing (Unicode's Default_Ignorable_Code_Point) or as a part of
+the character before them, as variation selectors and conjoining jamo are, so that terminals disagree on the width of the line.
+"""
+
+
+def is_printable(text: str) -> bool:
+    """Return whether a text has no control, text-direction or invisible characters. Line breaks are control characters."""
+    return text.isprintable() and _INVISIBLE.search(text) is None
 
 
 def printable(text: str, limit: int = 80) -> str:
     """Return `text` cut to `limit` characters, with all control, text-direction and invisible characters escaped."""
     clipped = text if len(text) <= limit else text[: limit - 1] + "…"
-    return "".join(
-        character if character.isprintable() and character not in _ESCAPED else _escaped(character)
-        for character in clipped
-    )
+    if is_printable(clipped):
+        return clipped
+    return "".join(character if is_printable(character) else _escaped(character) for character in clipped)
 
 
 def without_controls(text: str) -> str:

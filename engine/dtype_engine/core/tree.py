@@ -18,7 +18,7 @@ from typing import Literal
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import Name, printable
 from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
@@ -30,11 +30,11 @@ Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 class TensorInfo:
     """One tensor of the model as stored, before any cast."""
 
-    name: str
+    name: Name
     shape: tuple[int, ...]
     dtype: str
     kind: Kind = "parameter"
-    aliases: tuple[str, ...] = ()
+    aliases: tuple[Name, ...] = ()
     """The other names of a tied weight. The weight is one tensor, listed and counted once under `name`."""
     packed_bytes: int | None = None
     """Bytes of the tensor as stored, if the size of its dtype is known only from the file format, as for GGUF's blocks. Otherwise
@@ -52,7 +52,7 @@ class TensorInfo:
     """Whether the model creates this tensor because the files do not hold it. If so, the model's stored and planned bytes do not
     include the tensor.
     """
-    stored_as: tuple[str, ...] = ()
+    stored_as: tuple[Name, ...] = ()
     """The tensor's names in the files, if they differ from `name`. The tensor has several names there if the model packs several
     stored tensors into this one. Patterns match `name` and these names.
     """

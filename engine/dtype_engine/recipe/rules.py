@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import Name
 from dtype_engine.recipe.pattern import compile_pattern
 
 
@@ -19,7 +20,7 @@ class Rule:
         Rule(pattern='*.mlp', dtype='bfloat16')
     """
 
-    pattern: str
+    pattern: Name
     """Names of modules or tensors, with wildcards; or `type:` and a class; or `re:` and a regular expression."""
     dtype: str
     """A name in `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`."""

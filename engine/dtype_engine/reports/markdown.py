@@ -8,7 +8,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 
 _BAR = 40
-_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&])")
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
+"""What begins Markdown, HTML or, in the Markdown of GitHub, a link."""
 _PROFILE_ROWS = 60
 
 

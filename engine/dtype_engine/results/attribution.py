@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dtype_engine.core.text import Name
 from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
@@ -49,7 +50,7 @@ class NoiseFloor:
 class Contribution:
     """The drift caused by one module or subtree, measured with only the weights in it cast."""
 
-    name: str
+    name: Name
     """The name of the module or of the subtree's topmost module."""
     modules: int
     """How many modules that use weights it contains: 1 for a single module."""
@@ -95,15 +96,15 @@ class NonFiniteDiagnosis:
     """The cause: "weight": values of `weights` exceed the range of the dtype. "activation": the result of an operation, or an
     activation cast for an operation, exceeds that range. "reference": the float32 reference itself is not finite.
     """
-    first_module: str
+    first_module: Name
     """The first module, in the order of execution, whose output is finite in the reference but not in the candidate."""
-    module: str
+    module: Name
     """The module whose code runs the operation; "" for the model itself."""
     operation: str
     dtype: str
     limit: float | None
     """The largest finite value of `dtype`."""
-    weights: tuple[str, ...]
+    weights: tuple[Name, ...]
     largest: float | None
     """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""
     largest_reference: float | None
@@ -125,7 +126,7 @@ class LossRemedy:
     """Rules that keep the values which a recipe loses. The user adds them after the recipe's own rules."""
 
     rules: tuple[str, ...]
-    tensors: tuple[str, ...]
+    tensors: tuple[Name, ...]
     """The tensors that the rules match. Each gets the nearest dtype that can hold its values."""
     planned_bytes_before: int
     """The planned bytes of the whole model without the rules."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.core.text import Name
 from dtype_engine.results.coverage import Coverage
 
 
@@ -121,7 +122,7 @@ class Finding:
 
     kind: str
     """The name of the kind: a key of `KINDS`."""
-    tensor: str
+    tensor: Name
     """The name of whatever has the problem: a tensor, a file or a field of config.json."""
     what: str
     """The problem, in words that follow the name in `tensor`."""

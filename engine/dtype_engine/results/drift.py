@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.text import Name
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
@@ -128,7 +129,7 @@ class ModuleDrift:
     (`DriftReport.modules_sequences`).
     """
 
-    name: str
+    name: Name
     sqnr_db: float | None
     """SQNR in decibels: infinity if the outputs are equal. None if they can't be compared element by element, for example because
     an expert got other tokens than in the reference.
@@ -172,7 +173,7 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
 class ImplicitCastStats:
     """Implicit casts of one kind in a forward pass: `operation` in `module` received dtype `source` and computed in `target`."""
 
-    module: str
+    module: Name
     operation: str
     source: str
     target: str

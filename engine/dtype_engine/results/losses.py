@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
 """If the share of a tensor's values that become zero in a floating-point dtype is below this, the loss may count as rounding."""
@@ -28,7 +29,7 @@ class ValueLoss:
     loss other than such rounding; `is_rounding` defines it.
     """
 
-    tensor: str
+    tensor: Name
     dtype: str
     overflowed: int
     """The number of values that were finite before the cast but not after it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import Name, printable
 from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
@@ -17,7 +17,7 @@ from dtype_engine.results.losses import ValueLoss
 class WeightScore:
     """The drift of the output if one weight is in one dtype, while the rest of the model equals the reference."""
 
-    name: str
+    name: Name
     dtype: str
     bytes: int
     """The bytes of the weight in that dtype, scales included."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.core.text import Name
+
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
     """The error of casting one tensor to `dtype` and back, relative to the stored values. The last five fields count elements."""
 
-    name: str
+    name: Name
     stored: str
     """The dtype in the checkpoint."""
     dtype: str
@@ -38,7 +40,7 @@ class WeightError:
 class SkippedTensor:
     """A tensor that no rule can cast, and the reason."""
 
-    name: str
+    name: Name
     dtype: str
     why: str
 
@@ -47,7 +49,7 @@ class SkippedTensor:
 class ExponentHistogram:
     """A histogram of the exponents, floor(log2 |x|), of a tensor's values."""
 
-    name: str
+    name: Name
     counts: tuple[tuple[int, int], ...]
     """Pairs of an exponent and the number of values that have it, the smallest exponent first."""
     zeros: int

@@ -169,10 +169,12 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other choice beats in both bytes and score, sorted by bytes. Of equal choices, the wider is
+    """Return the choices that no other choice beats in both bytes and score, sorted by bytes. Of equal choices, the wider dtype is
     kept.
     """
-    ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
+    # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
+    bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
+    ordered = sorted(choices, key=lambda each: (each.bytes, each.score, -bits.get(each.dtype, math.inf)))
     best: list[Choice] = []
     for choice in ordered:
         if not best or choice.score < best[-1].score:

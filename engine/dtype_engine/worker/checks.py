@@ -43,6 +43,8 @@ def check_event(event: object) -> None:
         case events.WeightInspected():
             if any(abs(power) > _LARGEST_EXPONENT or count < 1 for power, count in event.stats.exponents.counts):
                 raise ValueError("a power of two that no value has")
+            if any(error.elements < 1 for error in event.stats.errors):
+                raise ValueError("an error of no elements")
 
 
 def _check_losses(losses: Iterable[ValueLoss]) -> None:

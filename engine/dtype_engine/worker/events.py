@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 
 import dtype_engine
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import Name
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker.commands import JobName
@@ -205,7 +206,7 @@ class WeightInspected(Event, frozen=True):
     """Reports statistics of one tensor's values: the answer to `InspectWeight`."""
 
     recipe: Recipe
-    name: str
+    name: Name
     stats: dtype_engine.results.weights.WeightStats
 
 
@@ -279,7 +280,7 @@ class Failed(Event, frozen=True):
 
     recipe: Recipe
     message: str
-    module: str | None = None
+    module: Name | None = None
     """The module that caused the error, if one did."""
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import typing
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -26,7 +28,7 @@ import dtype_engine.results.runs
 import dtype_engine.results.scan
 import dtype_engine.results.weights  # noqa: F401
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.text import printable, without_controls
+from dtype_engine.core.text import EXACT, is_printable, printable, without_controls
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.worker import commands, control, events
@@ -130,26 +132,13 @@ class AnswerDecoder:
             if isinstance(plain, list) and plain[:1] == ["TreePart"]:
                 self._take_part(msgspec.convert(plain, TreePart))
                 return None
-            answer: Answer = msgspec.convert(self._safe(plain), _ANSWERS, dec_hook=self._tree_of)
+            is_safe = _is_safe(plain)
+            answer: Answer = msgspec.convert(plain, _ANSWERS, dec_hook=self._tree_of)
+            answer = answer if is_safe else safe(answer)
             check_event(answer)
             return answer
         except (msgspec.MsgspecError, UserError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise WireError(str(error)) from None
-
-    def _safe(self, value: Any) -> Any:
-        """Return `value` with control characters escaped, and check its numbers. Names in the tree and patterns of a recipe stay
-        unchanged: they are escaped when shown, and the recipe must equal the app's.
-        """
-        if isinstance(value, str):
-            known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
-            return value if known else without_controls(value)
-        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
-            raise ValueError(f"{value} is no figure of anything")
-        if isinstance(value, list):
-            return [self._safe(item) for item in value]
-        if isinstance(value, dict):
-            return {key: item if key == "pattern" else self._safe(item) for key, item in value.items()}
-        return value
 
     def _tree_of(self, kind: type, value: object) -> Tree:
         """Return the tree of an event, built from the parts that arrived before the event. This is msgspec's `dec_hook`."""
@@ -161,9 +150,11 @@ class AnswerDecoder:
     def _take_part(self, part: TreePart) -> None:
         self._with_classes = part.with_classes
         self._modules += part.modules
-        for name, shape, dtype, *others in part.tensors:
+        for name, shape, dtype, kind, aliases, packed, why, *others in part.tensors:
             rest: Any = others
-            tensor = TensorInfo(name, self._shapes.setdefault(shape, shape), sys.intern(printable(dtype)), *rest)
+            shape, dtype = self._shapes.setdefault(shape, shape), sys.intern(printable(dtype))
+            why = None if why is None else without_controls(why)
+            tensor = TensorInfo(name, shape, dtype, kind, aliases, packed, why, *rest)
             sizes = (*shape, tensor.nbytes, tensor.parameters)
             if min(sizes) < 0 or max(sizes) > _LARGEST:
                 raise ValueError(f"no tensor has the shape {shape} in {dtype}")
@@ -178,13 +169,62 @@ class AnswerDecoder:
             raise ValueError("two tensors of a tree have one name")
         tree = Tree(
             tensors,
-            {name: self._safe(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
+            {name: without_controls(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
             by_number=not with_classes,
         )
         for name, _, kept in modules:
             if kept is not None and name in tree.modules:
-                tree.modules[name].keep_in_fp32 = self._safe(kept)
+                tree.modules[name].keep_in_fp32 = without_controls(kept)
         return tree
+
+
+def _is_safe(value: object) -> bool:
+    """Return whether no text in a decoded message has to be escaped. Raises ValueError for integers that no event has."""
+    if isinstance(value, str):
+        return is_printable(value)
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(f"{value} is no figure of anything")
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    return False not in [_is_safe(item) for item in value] if isinstance(value, list) else True  # all are checked
+
+
+def safe(value: Any, exact: bool = False) -> Any:
+    """Return `value` without characters that a terminal would interpret, except in fields of events and results whose type is
+    `Name`: they have to equal the names and patterns in the app, and are escaped where they are drawn. exact: whether `value` is in
+    such a field.
+    """
+    if isinstance(value, str):
+        return value if exact else without_controls(value)
+    if isinstance(value, tuple):
+        return tuple(safe(item, exact) for item in value)
+    if isinstance(value, dict):
+        return {safe(key, exact): safe(item, exact) for key, item in value.items()}
+    if isinstance(value, msgspec.Struct):
+        return msgspec.structs.replace(value, **_safe_fields(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **_safe_fields(value))
+    return value
+
+
+def _safe_fields(value: Any) -> dict[str, Any]:
+    kind: Any = type(value)
+    return {name: safe(getattr(value, name), exact) for name, exact in _fields(kind).items()}
+
+
+@lru_cache
+def _fields(kind: Any) -> dict[str, bool]:
+    """Return the fields of a class of events or results, and whether each is a `Name`, or contains any."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    if issubclass(kind, msgspec.Struct):
+        names = kind.__struct_fields__
+    else:
+        names = tuple(field.name for field in dataclasses.fields(kind) if field.init)
+    return {name: _has_names(hints[name]) for name in names}
+
+
+def _has_names(hint: Any) -> bool:
+    return EXACT in getattr(hint, "__metadata__", ()) or any(map(_has_names, typing.get_args(hint)))
 
 
 def _tree_parts(tree: Tree) -> Iterator[bytes]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.recipe import Recipe, require_matches, rules_in_doubt
 from dtype_engine.worker import events
 from dtype_engine.worker.imports import finish_imports
@@ -56,7 +57,8 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
     """
     model = OpenModel(source, options)
     try:
-        _open_session(model, emit, read_headers)
+        with foreign_code():
+            _open_session(model, emit, read_headers)
     except UserError as error:
         model.why_closed = error.sentence
         classes_follow = (
@@ -65,8 +67,8 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
         emit(events.OpenFailed(error.sentence, classes_follow))
         if classes_follow:
             _emit_classes(model, emit)
-    except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a message
-        model.why_closed = f"{source.title}: opening it failed: {type(error).__name__}: {error}"
+    except Exception as error:
+        model.why_closed = f"{source.title}: opening it failed: {with_type(error)}"
         emit(events.OpenFailed(model.why_closed))
     return model
 

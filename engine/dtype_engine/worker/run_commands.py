@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.core.cancellation import CancelToken
-from dtype_engine.core.errors import Cancelled, UserError, one_line
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
@@ -271,16 +272,17 @@ class CommandRunner:
             token,
         )
         try:
-            if isinstance(request, RecipeRequest | ConvertRequest) and request.as_text:
-                self._emit(events.Composed(recipe, *compose(request, context)))
-            else:
-                sentence, notices = run_save(request, context)
-                self._emit(events.Saved(recipe, True, sentence, notices))
+            with foreign_code():
+                if isinstance(request, RecipeRequest | ConvertRequest) and request.as_text:
+                    self._emit(events.Composed(recipe, *compose(request, context)))
+                else:
+                    sentence, notices = run_save(request, context)
+                    self._emit(events.Saved(recipe, True, sentence, notices))
         except UserError as error:
             self._emit(events.Saved(recipe, False, error.sentence))
         except Cancelled:
             self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
-        except (Exception, SystemExit) as error:
-            self._emit(events.Saved(recipe, False, f"nothing was written: {one_line(error, 300, with_type=True)}"))
+        except Exception as error:
+            self._emit(events.Saved(recipe, False, f"nothing was written: {with_type(error)}"))
         # A report may have cast the model to the recipe of its request; the current recipe is then applied again.
         return () if session is None or session.recipe == before else (ApplyRecipe(),)

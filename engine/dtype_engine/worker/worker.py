@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core.cancellation import CancelToken
-from dtype_engine.core.errors import Cancelled, KernelError, UserError, one_line
+from dtype_engine.core.errors import Cancelled, KernelError, UserError
+from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
@@ -181,7 +182,8 @@ class Worker(Engine):
         outcome: Literal["done", "failed", "interrupted"] = "failed"
         follow_ups: Iterable[Command] = ()
         try:
-            follow_ups = runner.run(command, recipe, queue.settings, token)
+            with foreign_code():
+                follow_ups = runner.run(command, recipe, queue.settings, token)
             outcome = "done"
         except Cancelled:
             outcome = "interrupted"
@@ -191,8 +193,8 @@ class Worker(Engine):
             self._emit_failure(recipe, command, error.sentence)
         except MemoryError:
             self._emit_failure(recipe, command, "not enough memory; cast to a smaller dtype or use shorter inputs")
-        except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a message
-            self._emit_failure(recipe, command, one_line(error, 300, with_type=True))
+        except Exception as error:
+            self._emit_failure(recipe, command, with_type(error))
         self._memory.emit_now()
         with self._changed:
             self._replace_queue(finish(self._queue, outcome, follow_ups))
@@ -216,8 +218,9 @@ class Worker(Engine):
         recipe = queue.recipe
         context = SaveContext(self._model, queue.settings, recipe, self._planned_losses, cancelled=self._closing.is_set)
         try:
-            self._emit(events.ExportPlanned(recipe, plan_export(context)))
+            with foreign_code():
+                self._emit(events.ExportPlanned(recipe, plan_export(context)))
         except UserError as error:
             self._emit(events.ExportPlanned(recipe, None, error.sentence))
-        except (Exception, SystemExit) as error:
-            self._emit(events.ExportPlanned(recipe, None, one_line(error, 300, with_type=True)))
+        except Exception as error:
+            self._emit(events.ExportPlanned(recipe, None, with_type(error)))

@@ -20,7 +20,7 @@ from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
 from dtype_engine.recipe.minimize import minimize
-from dtype_engine.search.pareto import Choice, Constraints, Item, ParetoFront, make_items
+from dtype_engine.search.pareto import Choice, Constraints, Item, ParetoFront, make_front, make_items
 
 CHOICES = st.lists(
     st.tuples(st.integers(1, 60), st.floats(1e-9, 1e3)), min_size=1, max_size=4, unique_by=lambda choice: choice[0]
@@ -314,3 +314,10 @@ def test_norms_biases_and_routers_get_scales_only_where_asked_for() -> None:
     wide = {"mlp.gate.weight": "bfloat16", "mlp.gate_proj.weight": "nvfp4", "norm.weight": "bfloat16"}
     assert smallest(Constraints()) == wide
     assert smallest(Constraints(only=(("*norm", ("int8",)),))) == wide | {"norm.weight": "int8"}
+
+
+def test_a_stored_dtype_that_only_its_file_format_knows_is_a_choice() -> None:
+    """An engine elsewhere can tell of a scan of such a model."""
+    blocks = TensorInfo("a.weight", (64, 256), "q4_k", packed_bytes=64 * 144)
+    front = make_front(from_tensors([blocks]), {("a.weight", "bfloat16"): 0.1})
+    assert [(point.bytes, point.predicted) for point in front.points] == [(2 * 64 * 256, 0.1)]

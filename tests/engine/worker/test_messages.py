@@ -19,6 +19,7 @@ from tests.helpers.recording_engine import report
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import without_controls
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.worker import commands, control, events, frames, messages, save_requests
 from dtype_engine.worker.frames import FrameReader, FrameWriter, WireError
@@ -138,9 +139,13 @@ def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
 
 
 FIELD_WORDS = {
+    "kind": "missing-part",
     "dtype": "float16", "dtypes": "float16", "reference": "float16", "remedy": "*=float16", "rules": "*=float16",
 }  # fmt: skip
 """By the name of a field: what is no dtype, or no rule, does not cross."""
+
+
+TEXT = "wörter\nzwei"
 
 
 def made_up(hint: Any, name: str = "") -> Any:
@@ -163,7 +168,7 @@ def made_up(hint: Any, name: str = "") -> Any:
         return made_up(arguments[0], name)
     if dataclasses.is_dataclass(hint) or issubclass(hint, Message):
         return hint(**{name: made_up(type_, name) for name, type_ in typing.get_type_hints(hint).items()})
-    return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, "wörter\nzwei"), bool: True}[hint]
+    return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, TEXT), bool: True}[hint]
 
 
 @pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
@@ -202,22 +207,72 @@ def test_a_large_tree_comes_in_parts_that_are_small() -> None:
     assert_same(crossed(events.HeadersRead(tree)), events.HeadersRead(tree))
 
 
-def test_text_that_would_drive_a_terminal_is_escaped_but_names_of_the_tree_stay() -> None:
-    name = "layer\x1b[2J.weight"
+HOSTILE = "\x1b]0;owned\x07\u202e\u3164\u1160\ufe0f\nb"
+SAFE = "\\x1b]0;owned\\x07\\u202e\\u3164\\u1160\\ufe0f\nb"
+NAMES = {
+    "Contribution.name", "ExponentHistogram.name", "Failed.module", "Finding.tensor", "ImplicitCastStats.module",
+    "LossRemedy.tensors", "ModuleDrift.name", "NonFiniteDiagnosis.first_module", "NonFiniteDiagnosis.module",
+    "NonFiniteDiagnosis.weights", "Rule.pattern", "TensorInfo.aliases", "TensorInfo.name", "TensorInfo.stored_as",
+    "ValueLoss.tensor", "WeightError.name", "WeightInspected.name", "WeightScore.name",
+}  # fmt: skip
+"""The fields that the app looks up in the tree or compares with a recipe: whoever draws one has to escape it."""
+
+
+def texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
+    """Every text in a value, after the class and the name of its field."""
+    if isinstance(value, str):
+        yield where, value
+    elif isinstance(value, Tree):
+        for tensor in value.tensors.values():
+            yield from texts(tensor)
+        for module in value.modules.values():
+            yield "class", module.class_name or ""
+            yield "declared", module.keep_in_fp32 or ""
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from texts(item, where)
+    else:
+        kind = type(value)
+        for name in getattr(kind, "__struct_fields__", getattr(kind, "__dataclass_fields__", ())):
+            yield from texts(getattr(value, name), f"{kind.__name__}.{name}")
+
+
+@pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
+def test_all_text_of_an_event_is_escaped_except_names(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also text that is a name of the tree."""
+    monkeypatch.setitem(globals(), "TEXT", HOSTILE)
     decoder = messages.AnswerDecoder()
-    stats = made_up(typing.get_type_hints(events.WeightInspected)["stats"])
-    tree = from_tensors([TensorInfo(name, (1,), "float32")])
-    sent: list[events.Event] = [
-        events.HeadersRead(tree, ("a\x1b]0;title\x07b\nsecond line\u202e",)),
-        events.WeightInspected(Recipe(), name, stats),
+    module = HOSTILE.partition(".")[0]
+    tensor = TensorInfo(
+        f"{HOSTILE}.w", (1,), "float32", "parameter", (f"{HOSTILE}.v",), None, HOSTILE, stored_as=(HOSTILE,)
+    )
+    tree = Tree([tensor], {"": "Net", module: HOSTILE})
+    tree.modules[module].keep_in_fp32 = HOSTILE
+    answers = [
+        decoder.decode(data)
+        for event in (events.HeadersRead(tree), made_up(kind))
+        for data in messages.encode_answer(event)
     ]
+    found = [each for answer in answers if answer is not None for each in texts(answer)]
+    exact = {where for where, text in found if without_controls(text) != text}
+    assert {"TensorInfo.name", "TensorInfo.aliases", "TensorInfo.stored_as"} <= exact <= NAMES
+    assert SAFE in [text for _, text in found]
+
+
+def test_a_message_that_is_a_name_of_the_tree_is_escaped() -> None:
+    name = "layer\x1b]0;owned\x07"
+    decoder = messages.AnswerDecoder()
+    tree = from_tensors([TensorInfo(f"{name}.weight", (1,), "float32")])
+    sent: list[events.Event] = [
+        events.HeadersRead(tree), events.Failed(Recipe(), name, name), events.PathChecked(f"{name}.weight", False, name),
+    ]  # fmt: skip
     read: Any
-    read, inspected = [
+    read, failed, checked = [
         answer for event in sent for data in messages.encode_answer(event) if (answer := decoder.decode(data))
     ]
-    assert read.notices == ("a\\x1b]0;title\\x07b\nsecond line\\u202e",)
-    assert name in read.tree.tensors
-    assert inspected.name == name
+    assert name in read.tree.modules
+    assert (failed.message, failed.module) == ("layer\\x1b]0;owned\\x07", name)
+    assert (checked.path, checked.reason) == ("layer\\x1b]0;owned\\x07.weight", "layer\\x1b]0;owned\\x07")
 
 
 @pytest.mark.parametrize("rule", [("*", 3), (["*"], "float16"), (None, "float16")])

@@ -3,22 +3,26 @@ from __future__ import annotations
 import random
 
 import pytest
-from textual.events import CursorPosition, Key
+from textual import constants
+from textual.events import CursorPosition, Key, Paste
 
 from dtype_tui.process.key_parser import KeyParser
 
 ALONE = ("a", "q", "Z", "1", "/", "?", " ", "\r", "\t", "\x7f", "\x01", "é", "\x1b[A", "\x1b[3~", "\x1bOP", "\x1b[3;4R")
 
 
-def parsed(written: str) -> list[str]:
-    """The keys and positions of one write."""
+def parsed(*written: str) -> list[str]:
+    """The keys, positions and pastes of some writes."""
     found: list[str] = []
-    for event in KeyParser().feed(written):
+    parser = KeyParser()
+    for event in (event for write in written for event in parser.feed(write)):
         if isinstance(event, Key):
             # Alt and a letter that nothing is bound to are Escape and the letter, which is the app's to know.
             found += ["escape", event.character or ""] if event.key.startswith("alt+") else [event.key]
         elif isinstance(event, CursorPosition):
             found.append(f"cursor {event.x},{event.y}")
+        elif isinstance(event, Paste):
+            found.append(f"pasted {event.text}")
     return found
 
 
@@ -52,3 +56,49 @@ def test_keys_in_one_write_are_the_keys_one_by_one(seed: int) -> None:
         written += key
         expected += parsed(key)
     assert parsed(written) == expected
+
+
+PASTES = (
+    "",
+    "a",
+    "\x1b[31m3",
+    "a\x1b[A\n3",
+    "\x1b",
+    "\x1b3",
+    "\x1b[200~3",
+    "3\x1b[201",
+    "\x1b]0;x\x07 3",
+    "\x1b[I",
+    "\x9b3",
+    "3" * 5000,
+)
+
+
+@pytest.mark.parametrize("text", PASTES)
+def test_what_is_pasted_is_text(text: str) -> None:
+    assert parsed(f"\x1b[200~{text}\x1b[201~q") == [f"pasted {text}", "q"]
+
+
+@pytest.mark.parametrize("text", PASTES[:-1])
+def test_a_paste_that_arrives_in_parts_is_text(text: str) -> None:
+    written = f"a\x1b[200~{text}\x1b[201~q"
+    for place in range(1, len(written)):
+        assert parsed(written[:place], written[place:]) == ["a", f"pasted {text}", "q"], place
+    assert parsed(*written) == ["a", f"pasted {text}", "q"]
+
+
+def test_keys_before_and_after_pastes_are_keys() -> None:
+    both = parsed("1\x1b[200~2\x1b[201~\x1b[A\x1b[200~3\x1b[201~4", "\x1b[2", "~\x1b[20", "~5")
+    assert both == ["1", "pasted 2", "up", "pasted 3", "4", "insert", "f9", "5"]
+
+
+def test_escape_and_a_bracket_are_keys_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    parser = KeyParser()
+    monkeypatch.setattr(constants, "ESCAPE_DELAY", 0.0)
+    for written in ("\x1b[", "\x1b", "["):
+        found = [*parser.feed(written), *parser.tick()]
+        keys = [event.key for event in found if isinstance(event, Key)]
+        assert (
+            keys
+            == {"\x1b[": ["escape", "left_square_bracket"], "\x1b": ["escape"], "[": ["left_square_bracket"]}[written]
+        )

@@ -182,6 +182,7 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         ("\n*.mlp=bf16\n", "*.mlp=bf16", []),
         ("*=bf16\n*norm*=f32\n", "*=bf16", ["pasted the first line; the other is left out: paste one at a time"]),
         ("a\n\nb\nc", "a", ["pasted the first line; the 2 others are left out: paste one at a time"]),
+        ("\x1b[31m3\u202e", "\\x1b[31m3\\u202e", []),
         ("", "", []),
         ("\n", "", []),
     ],

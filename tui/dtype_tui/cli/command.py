@@ -110,7 +110,9 @@ def command(
             return 0
     request = dataclasses.replace(request, model=model, options=options)
     if in_process:
-        faulthandler.enable(2)  # standard error by its number, since Textual replaces sys.stderr
+        # Textual draws on a copy of standard error, because the engine's thread redirects the descriptor while it runs tokenizers.
+        sys.__stderr__ = sys.stderr = open(os.dup(2), "w", encoding=sys.stderr.encoding, errors="backslashreplace")  # type: ignore[misc]  # noqa: SIM115
+        faulthandler.enable(sys.__stderr__)
     if engine_command is None and not is_address(model):
         opening = _open_here(request, in_process)
     elif in_process:
@@ -171,9 +173,10 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
     def make_engine(emit: Callable[[Event], None]) -> Engine:
         if in_process:
+            from dtype_engine.worker.messages import safe
             from dtype_engine.worker.worker import Worker
 
-            return Worker(source, options, emit, read_headers=not whole)
+            return Worker(source, options, lambda event: emit(safe(event)), read_headers=not whole)
         from dtype_engine.worker.connection import EngineCommand
         from dtype_engine.worker.process import EngineProcess
         from dtype_tui.process.early_engine import take

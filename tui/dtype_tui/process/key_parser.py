@@ -1,19 +1,21 @@
-"""Parses the terminal's bytes as Textual does, except for Escape and a character that arrive together, which Textual turns into
-text or another character.
-"""
+"""Parses the terminal's bytes as Textual does, except for pastes, and for Escape followed by a character in a single write."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 
 from textual._xterm_parser import XTermParser
 from textual.drivers import linux_driver
-from textual.events import Key
+from textual.events import Key, Paste
+from textual.message import Message
 
 _BEGINS_MORE = "[O]PX^_"
 """Characters that, after Escape, begin a control sequence of the terminal (ECMA-48: CSI, SS3, OSC, DCS, SOS, PM, APC)."""
 _WORD_KEYS = ("\x1bb", "\x1bf")
 """The bytes that terminals send for Alt with the left or right arrow key."""
+_PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
+"""The bytes that terminals send before and after the text of a paste."""
 
 
 class KeyParser(XTermParser):
@@ -22,7 +24,53 @@ class KeyParser(XTermParser):
     If Escape and a character arrive together, Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the
     terminal arrives within that time, Textual's parser turns Escape and the character into text (`^q`). It turns Escape and a digit
     into a character of another keyboard, such as `¡`.
+
+    Everything from the beginning to the end of a paste is its text. Textual's parser would turn escape sequences in it, and the
+    characters after an unknown one, into keys.
     """
+
+    def __init__(self, debug: bool = False) -> None:
+        super().__init__(debug)
+        self._pasted: str | None = None
+        """The text so far of a paste whose end has not arrived."""
+        self._begun = ""
+        """The end of what has arrived, if it may be the beginning of `_PASTE`. Textual's parser has only got its Escape."""
+
+    def feed(self, data: str) -> Iterable[Message]:
+        if not data:  # this ends the parser
+            yield from super().feed(data)
+        known = len(self._begun[:1])
+        data, self._begun = self._begun + data, ""
+        while data:
+            if self._pasted is not None:
+                begin = max(0, len(self._pasted) - len(_PASTE_END))  # the end may arrive in two parts
+                self._pasted += data
+                end = self._pasted.find(_PASTE_END, begin)
+                if end < 0:
+                    return
+                pasted, data = self._pasted[:end], self._pasted[end + len(_PASTE_END) :]
+                self._pasted = None
+                yield Paste(pasted.replace("\0", ""))
+                continue
+            keys, paste, data = data.partition(_PASTE)
+            if paste:
+                self._pasted = ""
+            else:
+                size = next((size for size in range(len(_PASTE) - 1, 0, -1) if keys.endswith(_PASTE[:size])), 0)
+                self._begun = keys[len(keys) - size :]
+                keys = keys[: len(keys) - max(0, size - 1)]
+            if keys[known:]:
+                yield from super().feed(keys[known:])
+            elif paste and known and not keys:
+                deque(super().feed(_PASTE[1:] + _PASTE_END), maxlen=0)  # takes the Escape from Textual's parser
+            known = 0
+
+    def tick(self) -> Iterable[Message]:
+        yield from super().tick()
+        if self._timeout_time is None and len(self._begun) <= 2:  # no key sends more than this of `_PASTE`
+            rest, self._begun = self._begun[1:], ""
+            if rest:
+                yield from super().feed(rest)
 
     def _sequence_to_key_events(self, sequence: str, alt: bool = False) -> Iterable[Key]:
         if len(sequence) != 2 or sequence[0] != "\x1b" or sequence in _WORD_KEYS:

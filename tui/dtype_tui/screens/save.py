@@ -16,7 +16,7 @@ from textual.widgets import Static
 from dtype_engine.checkpoint.export_folder import check_typed_path
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
@@ -109,13 +109,13 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                 self.redraw()
             case events.CastDone():
                 self.redraw()
-            case events.PathChecked() as checked if checked.path == self._checking:
-                self._checking = None
+            case events.PathChecked() as checked if checked.path == without_controls(self._checking or ""):
+                path, self._checking = self._checking or "", None
                 if checked.reason:
                     self.redraw()
                     self.notify(with_keys(checked.reason), severity="error", markup=False)
                 else:
-                    self._write_to(checked.path, Path(checked.path), checked.taken)
+                    self._write_to(path, Path(path), checked.taken)
 
     @property
     def _kind(self) -> str:

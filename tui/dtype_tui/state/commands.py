@@ -13,7 +13,7 @@ from pathlib import Path
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import is_printable, printable
 from dtype_tui.config.key_names import name_of
 
 MOST_COMPLETIONS = 200
@@ -160,7 +160,7 @@ def _paths(begun: str, only_folders: bool = False) -> list[str]:
             names = [
                 entry.name + ("/" if entry.is_dir() else "")
                 for entry in entries
-                if entry.name.startswith(last) and entry.name.isprintable()
+                if entry.name.startswith(last) and is_printable(entry.name)
             ]
     except (OSError, RuntimeError):  # no such folder, not readable; ~user for an unknown user
         return []

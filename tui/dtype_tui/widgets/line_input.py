@@ -10,6 +10,8 @@ from textual.events import Paste
 from textual.widgets import Input
 from textual.widgets.input import Selection
 
+from dtype_engine.core.text import printable
+
 
 class LineInput(Input):
     """Textual's input line, which calls functions instead of posting messages. A message would be handled only after the next key,
@@ -47,14 +49,14 @@ class LineInput(Input):
             await done
 
     def _on_paste(self, event: Paste) -> None:
-        """Insert the first line of the pasted text that is not blank.
+        """Insert the first line of the pasted text that is not blank, with control characters escaped.
 
         If there are further lines, tell the user that they are left out.
         """
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]
-        super()._on_paste(Paste(lines[0]) if lines else event)
+        super()._on_paste(Paste(printable(lines[0], len(lines[0]))) if lines else event)
         if len(lines) > 1:
             rest = f"{len(lines) - 1:,} others are" if len(lines) > 2 else "other is"
             self.notify(

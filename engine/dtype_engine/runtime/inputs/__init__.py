@@ -6,7 +6,7 @@ in the model's folder. `tensor_files` reads the arguments of the forward pass fr
 
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.build import make_inputs
-from dtype_engine.runtime.inputs.preprocessing import tokenizer_of
+from dtype_engine.runtime.inputs.preprocessing import running, tokenizer_of
 from dtype_engine.runtime.inputs.summary import one_of_each_shape, summarize
 
-__all__ = ["Batch", "Inputs", "from_values", "make_inputs", "one_of_each_shape", "summarize", "tokenizer_of"]
+__all__ = ["Batch", "Inputs", "from_values", "make_inputs", "one_of_each_shape", "running", "summarize", "tokenizer_of"]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options
@@ -20,6 +21,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     feature_extractor_of,
     no_tokenizer,
     parameters,
+    running,
     tokenizer_of,
 )
 from dtype_engine.runtime.inputs.processor_limits import made_features
@@ -127,17 +129,16 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
     import numpy as np
     import soundfile
 
-    try:
-        with soundfile.SoundFile(path) as file:
-            own_rate = file.samplerate
-            if file.frames == _UNKNOWN_LENGTH:
-                raise UserError(f"the audio file {path} does not say how long it is; convert it to WAV")
-            limits.refuse_file("seconds", str(path), file.frames / own_rate)
-            limits.refuse_file("values", str(path), file.frames * file.channels)
-            limits.refuse_file("values", f"{path} at {rate:,} Hz", file.frames / own_rate * rate)
-            frames = file.read(dtype="float32", always_2d=True)
-    except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError, TypeError, ZeroDivisionError):
-        raise UserError(f"can't read the audio file {path}: not a WAV, FLAC, OGG or MP3 file, or damaged") from None
+    damaged = "not a WAV, FLAC, OGG or MP3 file, or damaged"
+    opening = failures_as(UserError, f"can't read the audio file {path}", lambda error: damaged)
+    with opening, soundfile.SoundFile(path) as file:
+        own_rate = file.samplerate
+        if file.frames == _UNKNOWN_LENGTH:
+            raise UserError(f"the audio file {path} does not say how long it is; convert it to WAV")
+        limits.refuse_file("seconds", str(path), file.frames / own_rate)
+        limits.refuse_file("values", str(path), file.frames * file.channels)
+        limits.refuse_file("values", f"{path} at {rate:,} Hz", file.frames / own_rate * rate)
+        frames = file.read(dtype="float32", always_2d=True)
     if not len(frames):
         raise UserError(f"the audio file {path} has no samples")
     mono: Wave = frames.mean(axis=1)
@@ -201,10 +202,8 @@ def _features(
 ) -> dict[str, Any]:
     what = f"the folder's {type(extractor).__name__}, for {len(wave) / rate:.1f} s of audio,"
     limits.refuse_model("values", model.title, what, made_features(extractor, len(wave)))
-    try:
+    with running(f"the feature extractor of {model.title} refuses the audio"):
         features = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"the feature extractor of {model.title} refuses the audio: {one_line(error)}") from None
     if argument not in features:
         raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
     return features

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
@@ -18,7 +18,7 @@ from dtype_engine.runtime.inputs.multimodal import (
     processor_template,
     text_rows,
 )
-from dtype_engine.runtime.inputs.preprocessing import parameters
+from dtype_engine.runtime.inputs.preprocessing import PartFails, parameters
 from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
@@ -34,11 +34,8 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
         return tensor_inputs(model, options.tensors)
     given = options.prompts or options.texts or options.images or options.audio
     if model.example_inputs is not None and not given:
-        try:
-            with exits_as_errors():
-                values = model.example_inputs()
-        except Exception as error:
-            raise NoForward(f"example_inputs() of {model.title} failed: {type(error).__name__}: {error}") from error
+        with failures_as(NoForward, f"example_inputs() of {model.title} failed", with_type):
+            values = model.example_inputs()
         return from_values(values, "example_inputs()")
     if getattr(model.module, "config", None) is None:
         if given:
@@ -50,7 +47,13 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             f"{model.title}: no forward pass: nothing says what to run it on; {hint('tensors')}, or write a "
             "function example_inputs() next to the model that returns a dict or a tuple of tensors"
         )
-    return _made(model, options)
+    try:
+        with failures_as(PartFails, f"{model.title}: its inputs can't be made", with_type):
+            return _made(model, options)
+    except PartFails as error:
+        if given:
+            raise
+        raise NoForward(f"{error.sentence}; {hint('tensors')}") from error
 
 
 def _made(model: LiveModel, options: Options) -> Inputs:

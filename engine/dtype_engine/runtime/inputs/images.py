@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options
@@ -20,6 +21,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     image_processor_of,
     parameters,
     random_ids,
+    running,
 )
 from dtype_engine.runtime.inputs.processor_limits import made_values
 from dtype_engine.runtime.model.live import LiveModel
@@ -162,28 +164,28 @@ def open_picture(path: Path, limits: InputLimits) -> Image:
     """Return the image in a file, in colour. Raises UserError if it can't be read, or has more pixels than the limit."""
     from PIL import Image, ImageOps
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(path, formats=_FORMATS) as image:
-                limits.refuse_file("pixels", str(path), image.width * image.height)
-                return ImageOps.exif_transpose(image).convert("RGB")
-    except Image.DecompressionBombError:
-        raise UserError(f"{path} is too large a picture for an input; make it smaller") from None
-    except OSError as error:
-        why = error.strerror or "no picture in a format that Pillow knows"
-        raise UserError(f"can't read the picture {path}: {why}") from None
-    except (ValueError, SyntaxError, EOFError, IndexError, OverflowError):
-        raise UserError(f"can't read the picture {path}: the file is damaged") from None
+    with failures_as(UserError, f"can't read the picture {path}", _why_no_picture), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Image.open(path, formats=_FORMATS) as image:
+            limits.refuse_file("pixels", str(path), image.width * image.height)
+            return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def _why_no_picture(error: BaseException) -> str:
+    from PIL import Image
+
+    if isinstance(error, Image.DecompressionBombError):
+        return "it is too large for an input; make it smaller"
+    if isinstance(error, OSError):
+        return error.strerror or "no picture in a format that Pillow knows"
+    return "the file is damaged"
 
 
 def _processed(model: LiveModel, processor: Any, image: Image, name: str, limits: InputLimits) -> dict[str, Any]:
     what = f"the folder's {type(processor).__name__}, for {_about(image, name)},"
     limits.refuse_model("values", model.title, what, made_values(processor, image.width, image.height))
-    try:
+    with running(f"the image processor of {model.title} refuses the picture"):
         processed = accepted(model, processor(images=image, return_tensors="pt"))
-    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"the image processor of {model.title} refuses the picture: {one_line(error)}") from None
     if "pixel_values" not in processed:
         raise NoForward(f"{model.title}: its {type(processor).__name__} makes no pixel_values for the forward pass")
     return processed

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError, one_line
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.hints import hint
 from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.core.options import Options
@@ -17,11 +17,13 @@ from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.images import Picture, described, make_pictures
 from dtype_engine.runtime.inputs.limited import run_template, try_tokenizer
 from dtype_engine.runtime.inputs.preprocessing import (
+    PartFails,
     accepted,
     no_tokenizer,
     parameters,
     processor_of,
     random_ids,
+    running,
     tokenizer_of,
 )
 from dtype_engine.runtime.inputs.text import TextSample, prompt_texts, refuse_long, sequence_length
@@ -86,7 +88,8 @@ def text_rows(
         refuse_long([TextSample(where=f"text {number}") for number, _ in enumerate(texts, 1)], texts, limits)
         try_tokenizer(model.title, tokenizer, texts, limits)
         longest = sequence_length(model, Options())
-        encoded = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]
+        with running(f"{model.title}: its tokenizer can't encode the texts"):
+            encoded = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]
         length = max(map(len, encoded))
         padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         rows = {
@@ -180,10 +183,9 @@ def _by_processor(
         whole = _image_mark(model, processor) + text
     try_tokenizer(model.title, processor.tokenizer, [whole], options.limits)
     try:
-        with exits_as_errors():
-            made = processor(images=[picture.image], text=[whole], return_tensors="pt")
-        return accepted(model, made)
-    except Exception:  # processors may raise anything; the caller then adds the image tokens itself
+        with running(f"{model.title}: its processor"):
+            return accepted(model, processor(images=[picture.image], text=[whole], return_tensors="pt"))
+    except PartFails:  # the caller then adds the image tokens itself
         return None
 
 
@@ -226,13 +228,12 @@ def _features(model: LiveModel, picture: Picture) -> int:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")
     names = inspect.signature(ask).parameters
     given = {key: value.to(model.device) for key, value in picture.kwargs.items() if key in names}
-    try:
-        with torch.no_grad(), ReferenceMode(model.by_id, model.device), exits_as_errors():
-            output = ask(**given)
-    except Exception as error:  # the model's own code
-        raise NoForward(
-            f"{model.title}: its picture features can't be made: {one_line(error, with_type=True)}"
-        ) from None
+    with (
+        failures_as(NoForward, f"{model.title}: its picture features can't be made", with_type),
+        torch.no_grad(),
+        ReferenceMode(model.by_id, model.device),
+    ):
+        output = ask(**given)
     features = getattr(output, "pooler_output", output)
     tensors = features if isinstance(features, (list, tuple)) else [features]
     return sum(tensor.shape[:-1].numel() for tensor in tensors)

@@ -5,31 +5,51 @@ of these.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.foreign_code import failures_as, foreign_code
+from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
 from dtype_engine.runtime.inputs.processor_limits import FILES as _PROCESSORS
 from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_OFFSET = 8
-_FAILURES = (Exception,)
-"""The exceptions that transformers and tokenizers raise for damaged files or missing packages. Their only common class is
-`Exception`.
-"""
+
+
+class PartFails(UserError):
+    """The tokenizer, a processor or the chat template of a model's folder fails for an input."""
+
+
+@contextmanager
+def running(what: str) -> Iterator[None]:
+    """Run the tokenizer, a processor or the chat template of a model's folder. Whatever it raises, panics of libraries in Rust
+    included, becomes a `PartFails` with a message that begins with `what`.
+    """
+    with failures_as(PartFails, what), without_panic_message():
+        yield
 
 
 def tokenizer_of(model: LiveModel) -> Any:
     """Return the tokenizer in the model's folder, or None if the folder has none or it can't be loaded."""
+    return _loaded(model, _TOKENIZERS, _load_tokenizer)
+
+
+def _load_tokenizer(folder: Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
-    return _loaded(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
+    tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+    tokenizer.decode(tokenizer(DEFAULT_PROMPTS[0])["input_ids"])  # many faults of a tokenizer.json show only in use
+    return tokenizer
 
 
 def image_processor_of(model: LiveModel) -> Any:
@@ -57,11 +77,9 @@ def processor_of(model: LiveModel) -> Any:
 
 def no_tokenizer(model: LiveModel) -> str:
     """Return why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer = _loaded_or_fails(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
-    except _FAILURES as error:
+        tokenizer = _loaded_or_fails(model, _TOKENIZERS, _load_tokenizer)
+    except Exception as error:
         if "trust_remote_code" in str(error):
             return (
                 "has a tokenizer that needs its own Python code, which is not run unless you pass --trust-remote-code"
@@ -73,13 +91,15 @@ def no_tokenizer(model: LiveModel) -> str:
 def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
     try:
         return _loaded_or_fails(model, files, load)
-    except _FAILURES:
+    except (
+        Exception
+    ):  # what transformers and tokenizers raise for damaged files and missing packages has no other class
         return None
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Return `load(folder, ...)` for the model's folder, or None if it has none of the files with these names. Raises one of
-    `_FAILURES`.
+    """Return `load(folder, ...)` for the model's folder, or None if it has none of the files with these names. Raises any
+    Exception.
     """
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
@@ -87,7 +107,7 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")  # opening a pipe would block
-    with offline(download=False), exits_as_errors():
+    with offline(download=False), foreign_code(), without_panic_message():
         return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
 
 

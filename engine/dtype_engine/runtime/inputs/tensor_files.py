@@ -13,7 +13,8 @@ import torch
 
 from dtype_engine.checkpoint.pickle_size import check_legacy
 from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip, refuse_too_large
-from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.text import with_next_tokens
@@ -57,56 +58,47 @@ def read_tensors(path: Path) -> Any:
 
 
 def _safetensors(path: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    try:
+    with failures_as(UserError, f"can't read the tensors of {path}"):
         return dict(load_file(path))
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"can't read the tensors of {path}: {printable(str(error), 200)}") from None
 
 
 def _npz(path: Path) -> dict[str, torch.Tensor]:
     import numpy as np
 
     tensors = {}
-    try:
-        refuse_too_large(path)
-        with np.load(path, allow_pickle=False) as arrays:
-            for name in arrays.files:
-                array = arrays[name]
-                try:
-                    tensors[name] = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
-                except TypeError:
-                    raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
-                tensors[name] = tensors[name].reshape(array.shape)
-    except UserError:
-        raise
-    except Exception as error:  # the errors of numpy and zipfile for a damaged file have no common class
-        raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
+    refuse_too_large(path)
+    with failures_as(UserError, f"can't read the tensors of {path}"), np.load(path, allow_pickle=False) as arrays:
+        for name in arrays.files:
+            array = arrays[name]
+            try:
+                tensors[name] = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+            except TypeError:
+                raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
+            tensors[name] = tensors[name].reshape(array.shape)
     return tensors
 
 
 def _pickle(path: Path) -> Any:
-    try:
+    with failures_as(UserError, f"can't read the tensors of {path}"):
         if zipfile.is_zipfile(path):
             check_archive(path, trust=False)
         else:
             refuse_cut_zip(path)
             check_legacy(path)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except UserError:
-        raise
-    except pickle.UnpicklingError:
-        raise UserError(
-            f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
-        ) from None
-    except Exception as error:  # nor have the errors of torch.load
-        if "unexpected EOF" in str(error):
-            raise UserError(f"{path} is cut short: its last tensors are missing; copy or write it again") from None
-        raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise UserError(
+                f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
+            ) from None
+        except RuntimeError as error:
+            if "unexpected EOF" in str(error):
+                raise UserError(f"{path} is cut short: its last tensors are missing; copy or write it again") from None
+            raise
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:

@@ -26,6 +26,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
     no_tokenizer,
     parameters,
     random_ids,
+    running,
     text_config,
     tokenizer_of,
 )
@@ -49,6 +50,9 @@ class TextSample:
     """The origin of the text for error messages: `prompt 2`, or a file and a line."""
 
 
+_DEFAULT_SAMPLES = tuple(TextSample(text, where="the built-in prompts") for text in DEFAULT_PROMPTS)
+
+
 def text_inputs(model: LiveModel, options: Options) -> Inputs:
     """Return sequences of token ids for a language model, an encoder, or an encoder and its decoder. Raises UserError."""
     config = model.module.config
@@ -70,14 +74,16 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
     sequences: list[tuple[torch.Tensor, str]] = []
     taken = 0
     # Every text is at least one sequence, so no more texts are needed than sequences.
-    samples = list(islice(text_samples(options) if given else map(TextSample, DEFAULT_PROMPTS), options.sequences))
+    samples = list(islice(text_samples(options) if given else _DEFAULT_SAMPLES, options.sequences))
     for sample, (ids, text) in zip(samples, encoded(tokenizer, samples, model.title, options), strict=True):
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]
             if start == 0:
                 sequences.append((part, text))
             elif len(part) > 1:
-                sequences.append((part, "…" + tokenizer.decode(part[:_SHOWN_TOKENS], skip_special_tokens=True)))
+                with running(f"{sample.where}: the tokenizer of {model.title} can't decode it"):
+                    begin = tokenizer.decode(part[:_SHOWN_TOKENS], skip_special_tokens=True)
+                sequences.append((part, f"…{begin}"))
         if options.sequences is not None and len(sequences) >= options.sequences:
             sequences = sequences[: options.sequences]
             break
@@ -182,9 +188,10 @@ def encoded(
     refuse_long(samples, texts, options.limits)
     try_tokenizer(title, tokenizer, texts, options.limits)
     for at, (sample, text) in enumerate(zip(samples, texts, strict=True)):
-        ids = tokenizer(text, **({"add_special_tokens": False} if at in chats else {}))["input_ids"]
+        with running(f"{sample.where}: the tokenizer of {title} can't encode it"):
+            ids = tokenizer(text, add_special_tokens=at not in chats)["input_ids"]
         if len(ids) == 0:
-            raise UserError(f"{sample.where or 'the text'}: {printable(text, 40)!r} has no tokens")
+            raise UserError(f"{sample.where}: {printable(text, 40)!r} has no tokens")
         yield torch.tensor(ids, dtype=torch.int64), text
 
 

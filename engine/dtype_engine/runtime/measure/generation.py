@@ -11,7 +11,7 @@ import torch
 from dtype_engine.core.errors import Cancelled, NoForward
 from dtype_engine.core.job_part import part_of
 from dtype_engine.results.runs import Generation, Written
-from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
+from dtype_engine.runtime.inputs import Batch, Inputs, running, tokenizer_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -143,12 +143,13 @@ def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
         return tuple(f" {token}" for token in ids)
     texts: list[str] = []
     shown = ""
-    for count in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        whole = text.rstrip("\ufffd") if count < len(ids) else text
-        grown = whole.startswith(shown)
-        texts.append(whole[len(shown) :] if grown else "")
-        shown = whole if grown else shown
+    with running("the tokenizer can't decode the tokens"):
+        for count in range(1, len(ids) + 1):
+            text = tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            whole = text.rstrip("\ufffd") if count < len(ids) else text
+            grown = whole.startswith(shown)
+            texts.append(whole[len(shown) :] if grown else "")
+            shown = whole if grown else shown
     return tuple(texts)
 
 

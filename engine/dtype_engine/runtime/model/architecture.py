@@ -20,7 +20,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.plausible import refuse_impossible
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.options import Options
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
@@ -113,13 +113,8 @@ def reasons(folder: Path) -> Iterator[None]:
     """While the block runs, convert any exception that transformers or torch raises to NoForward with a one-sentence message that
     begins with `folder`.
     """
-    try:
-        with exits_as_errors():
-            yield
-    except (UserError, MemoryError):
-        raise
-    except Exception as error:  # the errors for wrong values in a configuration have no common class
-        raise NoForward(f"{folder}: transformers can't make this model of its config.json: {reason(error)}") from error
+    with failures_as(NoForward, f"{folder}: transformers can't make this model of its config.json", reason):
+        yield
 
 
 def reason(error: BaseException) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.torch_private import own_tensors
@@ -35,7 +35,7 @@ def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:
     if not buffers or all(type(part).__module__.startswith(_COMPLETE) for part in module.modules()):
         return ()
     try:
-        with exits_as_errors(), _default_dtype(dtype), _parameters_without_data():
+        with foreign_code(), _default_dtype(dtype), _parameters_without_data():
             made = _non_persistent(type(module)(copy.deepcopy(module.config)))
     except Exception as error:  # the model's own code, which may raise anything
         return (_unknown(list(buffers), f"the constructor of {type(module).__name__} failed: {reason(error)}"),)

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from dtype_engine.checkpoint import CheckpointTensor
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
@@ -33,6 +34,7 @@ def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
             blocks = np.frombuffer(file.read(count * width), dtype=np.uint8)
             if len(blocks) != count * width:
                 raise UserError(f"{stored.file} was cut short while {printable(stored.name)} was read")
-            part = to_values(blocks.reshape(count, width), tensor_type)
+            with failures_as(UserError, f"{stored.file}: the gguf package can't dequantize {printable(stored.name)}"):
+                part = to_values(blocks.reshape(count, width), tensor_type)
             values[first * block : (first + count) * block] = part.reshape(-1)
     return values.reshape(stored.shape)

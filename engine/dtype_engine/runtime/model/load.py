@@ -26,7 +26,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
@@ -169,22 +169,17 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
             more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         placements: dict[str, Placement] = {}
-        try:
-            with exits_as_errors():
-                module, loading_info = as_stored(model_class, checkpoint, placements).from_pretrained(
-                    folder,
-                    dtype=torch_dtype(loading_dtype(checkpoint)),
-                    output_loading_info=True,
-                    local_files_only=True,
-                    use_safetensors=checkpoint.form == "safetensors",
-                    variant=variant_of(checkpoint.files[0].name),
-                    trust_remote_code=options.trust_remote_code,
-                    **more,
-                )
-        except (UserError, MemoryError):
-            raise
-        except Exception as error:  # its errors for bad files and configurations have no common class
-            raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {reason(error)}") from error
+        with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason):
+            module, loading_info = as_stored(model_class, checkpoint, placements).from_pretrained(
+                folder,
+                dtype=torch_dtype(loading_dtype(checkpoint)),
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=checkpoint.form == "safetensors",
+                variant=variant_of(checkpoint.files[0].name),
+                trust_remote_code=options.trust_remote_code,
+                **more,
+            )
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
         of_buffers = construct_buffers(module, torch_dtype(loading_dtype(checkpoint)))

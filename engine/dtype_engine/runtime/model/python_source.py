@@ -18,7 +18,7 @@ from torch import nn
 from dtype_engine.checkpoint import FileIdentity, open_checkpoint
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_tensor
@@ -103,13 +103,8 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
             hint = f"; it has {', '.join(offers)}" if offers else ""
             raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
         on_step(f"making {source.attribute}")
-        try:
-            with exits_as_errors():
-                module = made_by if isinstance(made_by, nn.Module) else made_by()
-        except Exception as error:
-            raise UserError(
-                f"{source.title}: calling {source.attribute}() failed: {one_line(error, 300, with_type=True)}"
-            ) from error
+        with failures_as(UserError, f"{source.title}: calling {source.attribute}() failed", with_type):
+            module = made_by if isinstance(made_by, nn.Module) else made_by()
     if not isinstance(module, nn.Module):
         raise UserError(f"{source.title}: {source.attribute}() gave a {type(module).__name__}, not an nn.Module")
     notices: tuple[str, ...] = ()
@@ -159,19 +154,16 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
     try:
-        with exits_as_errors():
+        with failures_as(UserError, f"{path}: importing it failed", with_type):
             spec.loader.exec_module(module)
-    except Exception as error:
+    except UserError:
         sys.modules.pop(name, None)
-        raise UserError(f"{path}: importing it failed: {one_line(error, 300, with_type=True)}") from error
+        raise
     return module
 
 
 def _import_module(name: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        with exits_as_errors():
-            return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"{name}: importing it failed: {one_line(error, 300, with_type=True)}") from error
+    with failures_as(UserError, f"{name}: importing it failed", with_type):
+        return importlib.import_module(name)

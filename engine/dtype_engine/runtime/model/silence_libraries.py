@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+import tempfile
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_STDERR = threading.RLock()
 
 
 @contextmanager
@@ -24,6 +29,34 @@ def quiet() -> Iterator[None]:
         finally:
             if "transformers" in sys.modules:
                 silence_transformers()
+
+
+@contextmanager
+def without_panic_message() -> Iterator[None]:
+    """Drop what is written to standard error while the block runs and fails; write it at the end of a block that does not fail.
+
+    A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. Threads
+    run such blocks one after another, because the descriptor belongs to the process.
+    """
+    with _STDERR, contextlib.ExitStack() as stack:
+        try:
+            written = stack.enter_context(tempfile.TemporaryFile())
+            stderr = os.dup(2)
+        except OSError:  # there is no place for such a file, or standard error is closed
+            yield
+            return
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            written.truncate(0)
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            with contextlib.suppress(OSError):
+                os.write(2, written.read())
 
 
 def silence_transformers() -> None:

@@ -13,7 +13,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
@@ -201,7 +201,7 @@ class ForwardRunner:
                     if options.around is not None:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
-                    contexts.enter_context(exits_as_errors())
+                    contexts.enter_context(foreign_code())
                     output = call()
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)

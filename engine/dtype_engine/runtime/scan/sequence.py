@@ -16,7 +16,7 @@ import torch
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
-from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import ClassesDim
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
@@ -193,7 +193,7 @@ class SequenceScan:
 
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
-            with exits_as_errors():
+            with foreign_code():
                 torch.autograd.backward(output, gradient, retain_graph=retain_graph)
         except (Cancelled, UserError):
             raise

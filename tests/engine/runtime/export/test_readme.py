@@ -275,7 +275,7 @@ def test_our_own_loaders_give_the_dtypes_that_it_says(make_llama: Callable[..., 
     assert {dtype for name, dtype in stored.items() if ".mlp." in name} == {"float8_e4m3fn"}
 
 
-HOSTILE = "b<script>alert(1)</script>`|[x](http://e)*![i](j)\u202e\n# h"
+HOSTILE = "b<script>alert(1)</script>`|[x](http://e)*![i](j)\u202e\n# h http://e.example www.e.example"
 
 
 class Tags(HTMLParser):
@@ -288,11 +288,14 @@ class Tags(HTMLParser):
 
 
 def rendered(markdown: str) -> Iterator[str]:
-    """The HTML tags of a README as CommonMark has it."""
+    """The HTML tags of a README as CommonMark has it, with HTML or without, and with bare links, as GitHub has it."""
     from markdown_it import MarkdownIt
 
     tags = Tags()
-    tags.feed(MarkdownIt("commonmark", {"html": True}).enable("table").render(markdown))
+    for html in (True, False):
+        for bare_links in ((), ("linkify",)):
+            parser = MarkdownIt("commonmark", {"html": html, "linkify": bool(bare_links)})
+            tags.feed(parser.enable(["table", *bare_links]).render(markdown))
     return iter(tags.found)
 
 
@@ -300,7 +303,7 @@ def test_names_of_the_model_are_no_markdown(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file({f"{HOSTILE}.weight": torch.full((4, 4), 1e30)}, source / "model.safetensors", {"format": "pt"})
-    out = tmp_path / "a<b>`c"
+    out = tmp_path / "a<b>`c www.e.example"
     export_checkpoint(open_checkpoint(source), HOSTILE, Recipe((Rule("*", "float16"),)), out)
     text = (out / "README.md").read_text()
     assert "16 values became infinite" in text
@@ -334,3 +337,26 @@ def test_the_base_model_of_an_adapter_is_no_markdown(tmp_path: Path) -> None:
     text = (tmp_path / "out" / "README.md").read_text()
     assert re.search(r"made for \(``.*script.*``\)", text)
     assert not {"script", "a", "img", "em"} & set(rendered(text))
+
+
+@pytest.mark.parametrize("name", [HOSTILE, "```", "`", "A`B", "Net\n```\n<script>", "N" * 200])
+def test_class_names_and_methods_of_quantisation_are_no_markdown(name: str, tmp_path: Path) -> None:
+    component, quantised = tmp_path / "component", tmp_path / "quantised"
+    component.mkdir()
+    save_file({"b.weight": torch.ones(4, 4)}, component / "diffusion_pytorch_model.safetensors")
+    (component / "config.json").write_text(json.dumps({"_class_name": name}))
+    quantised.mkdir()
+    parts = {
+        "a.qweight": torch.ones(4, 4, dtype=torch.int32),
+        "a.scales": torch.ones(4, 4),
+        "b.weight": torch.ones(4, 4),
+    }
+    save_file(parts, quantised / "model.safetensors", {"format": "pt"})
+    config = {"model_type": name, "architectures": [name], "quantization_config": {"quant_method": name, "bits": 4}}
+    (quantised / "config.json").write_text(json.dumps(config))
+    for source in (component, quantised):
+        export_checkpoint(
+            open_checkpoint(source), name, Recipe((Rule("b.*", "bfloat16"),)), tmp_path / f"{source.name} out"
+        )
+        text = (tmp_path / f"{source.name} out" / "README.md").read_text()
+        assert not {"script", "a", "img", "em"} & set(rendered(text)), text

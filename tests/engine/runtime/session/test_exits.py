@@ -130,5 +130,5 @@ def test_a_model_that_exits_as_it_is_opened_is_one_that_did_not_open(monkeypatch
 
     monkeypatch.setattr(worker_opening, "_opened", leave)
     with RecordedWorker() as recorded:
-        assert "SystemExit" in recorded.wait_for(events.OpenFailed, seconds=60).message
+        assert "the code called sys.exit(0)" in recorded.wait_for(events.OpenFailed, seconds=60).message
         recorded.wait_for(events.Idle, seconds=60)

@@ -1,0 +1,61 @@
+"""Runs code of a library or of a model on a file that somebody else made, so that whatever it raises becomes an ordinary error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dtype_engine.core.errors import Cancelled, UserError, one_line
+
+
+class ExitCalled(RuntimeError):
+    """Raised if code in a `foreign_code` block calls `sys.exit`, `exit` or `quit`, or raises SystemExit itself."""
+
+
+class LibraryPanic(RuntimeError):
+    """Raised if code in a `foreign_code` block raises any other exception that `except Exception` does not catch, such as pyo3's
+    PanicException, which a library in Rust raises for a damaged file.
+    """
+
+
+@contextmanager
+def foreign_code() -> Iterator[None]:
+    """Turn what `except Exception` does not catch into an `ExitCalled` or a `LibraryPanic`. An interrupt stays an interrupt.
+
+    A SystemExit would end the program without a message, with a status that the model's code chose. Status 0 would then wrongly
+    mean that the user's limit was met. A panic would end the engine's thread without a message.
+    """
+    try:
+        yield
+    except SystemExit as end:
+        code = "" if end.code is None else repr(end.code)
+        raise ExitCalled(f"the code called sys.exit({code})") from end
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as panic:
+        raise LibraryPanic(f"a library panicked: {one_line(panic)}") from panic
+
+
+def with_type(error: BaseException) -> str:
+    """Return an exception's type and message in one line, for code whose author reads the message."""
+    return one_line(error, 300, with_type=True)
+
+
+@contextmanager
+def failures_as(
+    raised: type[UserError], what: str, reason: Callable[[BaseException], str] = one_line
+) -> Iterator[None]:
+    """Turn whatever foreign code raises in the block into `raised`, with a message that begins with `what`.
+
+    The exceptions of libraries for damaged files and wrong values have no common class. UserErrors, cancellations and interrupts
+    stay as they are. reason: returns an exception's message in one line.
+    """
+    try:
+        with foreign_code():
+            yield
+    except (UserError, Cancelled):
+        raise
+    except MemoryError:
+        raise raised(f"{what}: there is not enough memory for it") from None
+    except Exception as error:
+        raise raised(f"{what}: {reason(error)}") from error

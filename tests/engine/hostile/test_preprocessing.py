@@ -1,0 +1,102 @@
+"""Tokenizers and processors of a model's folder that are damaged: one sentence on the command line, and a model that opens."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers import checkpoint_folders
+from tests.helpers.panicking_tokenizer import PANICS, with_panicking_tokenizer
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import BAD_INPUT, run
+from dtype_engine.core.foreign_code import failures_as
+from dtype_engine.runtime.model.silence_libraries import without_panic_message
+
+
+@pytest.mark.parametrize("kind", PANICS)
+def test_a_tokenizer_that_panics_is_one_sentence(kind: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The panic's own message goes to the file descriptor, so that is what is looked at."""
+    command = ["drift", str(with_panicking_tokenizer(kind, tmp_path / "model")), "--cast", "*=bf16"]
+    assert run(cli, "dtype-engine", command) == 0
+    said = capfd.readouterr()
+    assert "random token ids (4 x 128): the folder has a tokenizer that is damaged" in said.out
+    assert said.err == ""
+    assert run(cli, "dtype-engine", [*command, "--prompt", "hello"]) == BAD_INPUT
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(
+        "dtype-engine: model has a tokenizer that is damaged or can't be loaded (a library panicked:"
+    )
+    assert said.err.count("\n") == 1
+
+
+def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
+    """This one works for the first of the built-in prompts."""
+    folder = with_panicking_tokenizer("a bad prepend", tmp_path / "model")
+    settings = json.loads((folder / "tokenizer.json").read_text())
+    shortened = {"type": "Replace", "pattern": {"Regex": "^import"}, "content": "i "}
+    settings["normalizer"] = {"type": "Sequence", "normalizers": [shortened, settings["normalizer"]]}
+    (folder / "tokenizer.json").write_text(json.dumps(settings))
+    why = str(de.open(str(folder)).no_forward)
+    assert why.startswith("the built-in prompts: the tokenizer of model can't encode it: a library panicked: ")
+    with pytest.raises(de.UserError, match=r"^prompt 1: the tokenizer of model can't encode it: a library panicked: "):
+        de.open(str(folder), options=de.Options(prompts=("hello",)))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "why"),
+    [
+        ("vit", {"image_mean": [0.5] * 7}, "the image processor of vit refuses the picture: "),
+        ("wav2vec2", {"sampling_rate": "x"}, "wav2vec2: its inputs can't be made: ValueError: "),
+        ("wav2vec2", {"sampling_rate": [1]}, "wav2vec2: its inputs can't be made: TypeError: "),
+    ],
+)
+def test_a_processor_that_fails_is_why_there_are_no_inputs(
+    name: str, change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    folder = checkpoint_folders.save(name, tmp_path / name)
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    session = de.open(str(folder))
+    assert str(session.no_forward).startswith(why)
+    session.cast("*", "bfloat16")
+
+
+def test_a_chat_template_that_fails_is_named(tmp_path: Path) -> None:
+    folder = checkpoint_folders.save("llama", tmp_path / "llama")
+    (folder / "chat_template.jinja").write_text("{{ messages.nothing.at_all }}")
+    with pytest.raises(de.UserError, match="the chat template of llama refuses this conversation"):
+        de.open(str(folder), options=de.Options(chat=True, prompts=("hello",)))
+
+
+class Panic(BaseException):
+    """As pyo3's, which no library exports."""
+
+
+@pytest.mark.parametrize("raised", [ValueError("no"), Panic("no"), SystemExit("no"), MemoryError(), RecursionError()])
+def test_whatever_foreign_code_raises_is_a_sentence_of_the_file(raised: BaseException) -> None:
+    with pytest.raises(de.UserError, match=r"^file: "), failures_as(de.UserError, "file"):
+        raise raised
+
+
+@pytest.mark.parametrize("ours", [KeyboardInterrupt(), GeneratorExit(), de.Cancelled(), de.NoForward("as it is")])
+def test_what_is_ours_stays_as_it_is(ours: BaseException) -> None:
+    with pytest.raises(type(ours)) as caught, failures_as(de.UserError, "file"):
+        raise ours
+    assert caught.value is ours
+
+
+def test_only_a_block_that_fails_loses_its_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_panic_message(), without_panic_message():
+        os.write(2, b"a warning\n")
+    with contextlib.suppress(Panic), without_panic_message():
+        os.write(2, b"thread panicked\n")
+        raise Panic
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "a warning\nafter\n"

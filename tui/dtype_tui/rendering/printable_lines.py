@@ -1,0 +1,24 @@
+"""The last check of what is drawn: nothing but printable text reaches the terminal, whoever forgot to escape it."""
+
+from __future__ import annotations
+
+from rich.cells import cell_len
+from rich.segment import Segment
+from textual.color import Color
+from textual.filter import LineFilter
+
+from dtype_engine.core.text import is_printable
+
+
+class PrintableLines(LineFilter):
+    """Replaces each character that is not printable by question marks of the same width; most of them have no width."""
+
+    def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        if all(is_printable(segment.text) for segment in segments):
+            return segments
+        return [Segment(_printable(segment.text), segment.style) for segment in segments]
+
+
+def _printable(text: str) -> str:
+    drawn = "".join(each if is_printable(each) else "?" * cell_len(each) for each in text)
+    return drawn + " " * (cell_len(text) - cell_len(drawn))
