@@ -15,6 +15,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
 from dtype_tui.config.bindings import DIGITS, FRONT_KEYS, KEYS
 from dtype_tui.config.key_groups import GROUPS, Entry
 from dtype_tui.config.key_names import described, keys_of, on_keyboard
@@ -190,7 +191,7 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
     """
     names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
     text = Text()
-    text.append(f"Here: {node}\n", style="bold")
+    text.append(f"Here: {printable(node, 500)}\n", style="bold")
     text.append("  ".join(f"{number} {name}" for number, name in enumerate(names, 1)) + "\n")
     line = ""
     for name, words in node_keys:

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rich.console import RenderableType
 from textual import on
 from textual.app import App, ScreenStackError
 from textual.await_complete import AwaitComplete
@@ -18,6 +19,7 @@ from textual.command import CommandPalette as _CommandPalette
 from textual.containers import VerticalScroll
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
+from textual.renderables.background_screen import BackgroundScreen
 from textual.screen import ModalScreen as _ModalScreen
 from textual.screen import Screen
 from textual.widgets import Input
@@ -63,8 +65,22 @@ def _close_once(
     return AwaitComplete()
 
 
+def _draw_over(window: Screen[Any]) -> RenderableType | None:
+    """Return the screen below a window, tinted by the window's background, or None if the window is not open.
+
+    Textual takes it from a list that drawings of other windows also take screens from. If windows open and close in between, two
+    windows get to lie over each other, and drawing them does not end.
+    """
+    stack = window.app.screen_stack
+    place = stack.index(window) if window in stack else 0
+    return BackgroundScreen(stack[place - 1], window.styles.background) if place else None
+
+
 class ModalScreen(_ModalScreen[Result]):
     """A window over the main screen. Closing it a second time has no effect."""
+
+    def render(self) -> RenderableType:
+        return _draw_over(self) or super().render()
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         return _close_once(self, super().dismiss, result)
@@ -81,6 +97,9 @@ class ModalScreen(_ModalScreen[Result]):
 
 class CommandPalette(_CommandPalette):
     """Textual's command palette. Closing it a second time has no effect."""
+
+    def render(self) -> RenderableType:
+        return _draw_over(self) or super().render()
 
     def dismiss(self, result: None = None) -> AwaitComplete:
         return _close_once(self, super().dismiss, result)
