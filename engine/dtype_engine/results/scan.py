@@ -25,7 +25,7 @@ class WeightScore:
     """The drift in the report's unit; infinity if the output is not finite."""
     error: float | None = None
     """The standard error of `score` over sequences, or over backward passes if there is only one sequence; None if unknown. In an
-    estimated scan, the exact score is within two of these errors in at least 95 of 100 cases.
+    estimated scan, the exact score is within two of these errors in about 95 of 100 cases.
     """
 
 
