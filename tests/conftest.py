@@ -6,6 +6,7 @@ processor as well.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import tempfile
@@ -24,6 +25,8 @@ os.environ["XDG_STATE_HOME"] = _state.name
 note_start()  # the line for who never started it is tested by itself
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compressed-tensors compiles takes a C++ compiler
+# With Python's own thresholds a tenth of the processor's time goes to collections over what torch and pytest keep for good.
+gc.set_threshold(20_000, 20, 20)
 # Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
