@@ -65,6 +65,7 @@ class Terminal:
         self.screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
+        self._lines: dict[int, str] = {}
         self._state = tempfile.mkdtemp()
         if not first:
             state = Path((environment or {}).get("XDG_STATE_HOME", self._state), "dtype-tui")
@@ -109,7 +110,16 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.screen.display)
+        """The lines of the screen. Only those that changed since the last call are put together again: `pyte.Screen.display`
+        measures the width of every character, which takes longer than what the program does meanwhile.
+        """
+        for row in self.screen.dirty:
+            if row < self.screen.lines:
+                line = self.screen.buffer[row]
+                # The second cell of a wide character is empty.
+                self._lines[row] = "".join(line[column].data for column in range(self.screen.columns)).rstrip()
+        self.screen.dirty.clear()
+        return "\n".join(self._lines.get(row, "") for row in range(self.screen.lines))
 
     def wait_for(self, pattern: str, seconds: float = 240) -> float:
         """Read until the screen matches; the seconds it took. Fails with the screen otherwise."""
