@@ -40,6 +40,10 @@ _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 """Fixtures that make a model or run the worker: the first in a process imports torch and transformers, five seconds."""
 
 
+_LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")
+"""Where tests take ten seconds and more."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` is: two processes more than there are cores, since tests in a terminal mostly wait for a screen."""
@@ -47,6 +51,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: not item.nodeid.startswith(_LONG)
+    )  # so that the run does not end with one process waiting for them
     for item in items:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")
