@@ -23,7 +23,7 @@ from dtype_engine.worker.frames import WireError
 from dtype_engine.worker.messages import AnswerDecoder
 from dtype_tui.app import DtypeApp
 
-SEQUENCES = 6
+SEQUENCES = 4
 SIZES = ((80, 24), (120, 36))
 RULES = ("*=bfloat16", "*.mlp=float8_e4m3fn", "model.layers.2=float16")
 KEYS = (
