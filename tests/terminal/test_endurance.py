@@ -238,4 +238,4 @@ def test_in_tmux() -> None:
 
 def test_keys_and_clicks_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    storm(4, 500)  # what it passes over of Textual's own faults, it says
+    storm(4, 300)  # what it passes over of Textual's own faults, it says
