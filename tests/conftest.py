@@ -6,6 +6,7 @@ processor as well.
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import signal
 import tempfile
@@ -24,6 +25,8 @@ os.environ["XDG_STATE_HOME"] = _state.name
 note_start()  # the line for who never started it is tested by itself
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compressed-tensors compiles takes a C++ compiler
+# With Python's own thresholds a tenth of the processor's time goes to collections over what torch and pytest keep for good.
+gc.set_threshold(20_000, 20, 20)
 # Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -37,6 +40,10 @@ _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 """Fixtures that make a model or run the worker: the first in a process imports torch and transformers, five seconds."""
 
 
+_LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")
+"""Where tests take ten seconds and more."""
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` is: two processes more than there are cores, since tests in a terminal mostly wait for a screen."""
@@ -44,6 +51,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: not item.nodeid.startswith(_LONG)
+    )  # so that the run does not end with one process waiting for them
     for item in items:
         if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

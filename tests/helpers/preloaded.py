@@ -11,11 +11,13 @@ import fcntl
 import functools
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
@@ -144,7 +146,8 @@ with asked.makefile() as answers:
     answers.readline()
     status = int(answers.readline() or 1)
 if status < 0:
-    signal.signal(-status, signal.SIG_DFL)
+    if -status != signal.SIGKILL:
+        signal.signal(-status, signal.SIG_DFL)
     os.kill(os.getpid(), -status)
 os._exit(status)
 """
@@ -194,6 +197,14 @@ def module(name: str) -> str:
 def command(code: str, *arguments: str) -> tuple[str, ...]:
     """A command that runs `code` on its own standard streams, in its folder and environment; ended, it takes what runs with it."""
     return (sys.executable, "-S", "-E", "-c", _RELAY, _server(), code, *arguments)
+
+
+def after(first: Sequence[str], code: str, mark: Path) -> tuple[str, ...]:
+    """A command that is `first` when it is run for the first time, and then runs `code` as `command` does. mark: a path where
+    nothing is; the first run makes a folder there.
+    """
+    later = shlex.join(command(code))
+    return ("sh", "-c", f"mkdir {shlex.quote(str(mark))} 2>/dev/null && exec {shlex.join(first)}; exec {later}")
 
 
 def share() -> None:

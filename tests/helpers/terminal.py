@@ -16,13 +16,14 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pyte
 from tests.helpers import preloaded
 
 PROGRAM = str(Path(sys.executable).with_name("dtype-tui"))
-_WITH_ENGINE = """
+WITH_ENGINE = """
 import json, sys
 from dtype_engine.worker import connection
 sys.argv[0], command = sys.argv.pop(1), tuple(json.loads(sys.argv.pop(1)))
@@ -37,6 +38,11 @@ main()
 _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=?][0-9;]*[a-zA-Z$]+|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
+def with_engine(engine: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs the program with this command for its engine."""
+    return (sys.executable, "-P", "-c", WITH_ENGINE, PROGRAM, json.dumps(engine))
+
+
 def clean(written: bytes) -> bytes:
     """What a program wrote, without what pyte does not know."""
     return _UNKNOWN_TO_PYTE.sub(b"", written)
@@ -46,6 +52,7 @@ class Terminal:
     """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows).
 
     first: as somebody who never did before. forked: its engine comes from a process that has imported torch, five seconds' work.
+    engine: the command that starts its engine, in place of its own.
     answers: whether the terminal answers a program's questions, such as where its cursor is.
     """
 
@@ -56,15 +63,16 @@ class Terminal:
         environment: dict[str, str] | None = None,
         first: bool = False,
         forked: bool = False,
+        engine: Sequence[str] | None = None,
         answers: bool = True,
     ) -> None:
-        program = (PROGRAM,)
         if forked:
-            engine = json.dumps(preloaded.command(preloaded.ENGINE))
-            program = (sys.executable, "-P", "-c", _WITH_ENGINE, PROGRAM, engine)
+            engine = preloaded.command(preloaded.ENGINE)
+        program = (PROGRAM,) if engine is None else with_engine(engine)
         self.screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
+        self._lines: dict[int, str] = {}
         self._state = tempfile.mkdtemp()
         if not first:
             state = Path((environment or {}).get("XDG_STATE_HOME", self._state), "dtype-tui")
@@ -109,7 +117,16 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        return "\n".join(line.rstrip() for line in self.screen.display)
+        """The lines of the screen. Only those that changed since the last call are put together again: `pyte.Screen.display`
+        measures the width of every character, which takes longer than what the program does meanwhile.
+        """
+        for row in self.screen.dirty:
+            if row < self.screen.lines:
+                line = self.screen.buffer[row]
+                # The second cell of a wide character is empty.
+                self._lines[row] = "".join(line[column].data for column in range(self.screen.columns)).rstrip()
+        self.screen.dirty.clear()
+        return "\n".join(self._lines.get(row, "") for row in range(self.screen.lines))
 
     def wait_for(self, pattern: str, seconds: float = 240) -> float:
         """Read until the screen matches; the seconds it took. Fails with the screen otherwise."""

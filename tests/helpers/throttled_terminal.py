@@ -89,7 +89,7 @@ class ThrottledTerminal(Terminal):
 
     def cursor_row(self) -> int | None:
         """The row of the module tree's cursor that is drawn whole, reversed from end to end; None while it is not."""
-        rows = [row for row, line in enumerate(self.screen.display) if line.startswith("❯")]
+        rows = [row for row, line in enumerate(self.text.split("\n")) if line.startswith("❯")]
         if len(rows) != 1:
             return None
         line = self.screen.buffer[rows[0]]

@@ -6,6 +6,7 @@ answer keys without an engine, and to be where it was once R has started another
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -17,8 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psutil
+from tests.helpers import preloaded
 from tests.helpers.terminal import Terminal
 
+from dtype_engine.worker.connection import COMMAND
 from dtype_tui.state.session_store import read_session
 
 SIGNALS = (signal.SIGBUS, signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT)
@@ -31,12 +34,13 @@ WORDS = {  # one each: sentences are broken between words
 NONE = "no engine: R starts it again"
 # Making it and each layer take as long as a file beside it says; what an export writes is large enough to be met on its way.
 _NET = """
-import time
+import os, time
 from pathlib import Path
 import torch
 from torch import nn
 
 SECONDS = Path(__file__).with_name("seconds")
+Path(__file__).with_name("engine").write_text(str(os.getpid()))
 
 class Layer(nn.Linear):
     def forward(self, x):
@@ -59,14 +63,20 @@ def example_inputs():
 
 
 class Deaths:
-    """The program in a terminal, on a model in `folder`, whose engine dies once in each of its states."""
+    """The program in a terminal, on a model in `folder`, whose engine dies once in each of its states.
+
+    The first engine is started as the program does it; those after it are forked from a process that has imported torch.
+    """
 
     def __init__(self, folder: Path, size: tuple[int, int] = (120, 36), seconds: float = 0) -> None:
         self._folder = folder
         (folder / "net.py").write_text(_NET)
         self.slow(seconds)
         state = {"XDG_STATE_HOME": str(folder / "state")}
-        self.terminal = Terminal(f"{folder}/net.py:Net", "--cast", "*=bf16", size=size, environment=state)
+        engine = preloaded.after(COMMAND, preloaded.ENGINE, folder / "started")
+        self.terminal = Terminal(
+            f"{folder}/net.py:Net", "--cast", "*=bf16", size=size, environment=state, engine=engine
+        )
 
     def slow(self, seconds: float) -> None:
         """Let each layer take so long."""
@@ -74,6 +84,9 @@ class Deaths:
         (self._folder / "new").replace(self._folder / "seconds")
 
     def engine(self) -> psutil.Process:
+        """The process that has imported the model, or is about to."""
+        if (file := self._folder / "engine").exists():
+            return psutil.Process(int(file.read_text()))
         (child,) = psutil.Process(self.terminal.pid).children()
         return child
 
@@ -81,7 +94,8 @@ class Deaths:
         """The engine gets the signal: the screen says so, answers a key, and keeps the rules."""
         engine, terminal = self.engine(), self.terminal
         engine.send_signal(number)
-        engine.resume()  # where it was halted
+        with contextlib.suppress(psutil.NoSuchProcess):
+            engine.resume()  # where it was halted
         terminal.wait_for(re.escape(WORDS[number]), 20)
         terminal.wait_for(number.name, 20)
         terminal.wait_for(NONE, 20)
@@ -95,7 +109,7 @@ class Deaths:
     def _starts_again(self, rules: str) -> None:
         self.slow(0)
         self.terminal.press("R")
-        self.terminal.wait_for(r"opening|importing torch", 20)
+        self.terminal.wait_for(rf"\A(?s:(?!.*{NONE}))", 20)
         self.measured(rules)
 
     def measured(self, rules: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,7 +17,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.helpers.terminal import PROGRAM, Terminal
+from tests.helpers import preloaded
+from tests.helpers.terminal import Terminal, with_engine
 from tests.terminal.random_keys import storm
 
 
@@ -57,7 +59,7 @@ def test_keys_that_come_in_one_burst_reach_the_prompt_they_open(terminal: Termin
 
 
 def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
-    terminal = Terminal("demo")
+    terminal = Terminal("demo", forked=True)
     try:
         while b"\x1b[?25l" not in terminal.raw:  # from here on the terminal gives keys as they are pressed
             terminal.read()
@@ -215,7 +217,8 @@ def test_in_tmux() -> None:
             assert time.monotonic() < until, f"never saw {words!r}:\n" + tmux("capture-pane", "-p", "-t", "t")
             time.sleep(0.1)
 
-    command = f"{PROGRAM} demo; echo it ended with $?; exec {sys.executable} -c 'input()'"
+    program = shlex.join(with_engine(preloaded.command(preloaded.ENGINE)))
+    command = f"{program} demo; echo it ended with $?; exec {sys.executable} -c 'input()'"
     tmux("new-session", "-d", "-s", "t", "-x", "120", "-y", "36", command)
     try:
         wait_for("embed_tokens")
@@ -235,4 +238,4 @@ def test_in_tmux() -> None:
 
 def test_keys_and_clicks_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    storm(4, 500)  # what it passes over of Textual's own faults, it says
+    storm(4, 300)  # what it passes over of Textual's own faults, it says

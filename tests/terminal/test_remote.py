@@ -12,13 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.helpers import slow_line
+from tests.helpers import preloaded, slow_line
 from tests.helpers.terminal import Terminal
 
 from dtype_engine.worker.control import PROTOCOL
 
 pytestmark = pytest.mark.slow
-ENGINE = str(Path(sys.executable).with_name("dtype-engine"))
 Opener = Callable[..., Terminal]
 
 
@@ -41,7 +40,15 @@ def line_to(folder: Path, *command: str) -> str:
 
 
 def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener, tmp_path: Path) -> None:
-    engine = (ENGINE, "stdio", "--compressed", "--linger", "1m", "--session", "{session}")
+    engine = (
+        *preloaded.command(preloaded.LINGERING),
+        "stdio",
+        "--compressed",
+        "--linger",
+        "1m",
+        "--session",
+        "{session}",
+    )
     terminal = opened("--engine-command", line_to(tmp_path, *engine))
     terminal.wait_for("perplexity")
     terminal.wait_for(" ready")
@@ -70,12 +77,16 @@ def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener
 
 def test_ssh_is_given_the_host_and_leads_to_the_engine(opened: Opener, tmp_path: Path) -> None:
     """A program in place of ssh runs the command with a shell, as sshd does."""
+    (tmp_path / "far").mkdir()
+    engine = tmp_path / "far" / "dtype-engine"
+    engine.write_text(f'#!/bin/sh\nexec {shlex.join(preloaded.command(preloaded.LINGERING))} "$@"\n')
+    engine.chmod(0o755)
     fake = tmp_path / "ssh"
     fake.write_text(f"""#!{sys.executable}
 import os, sys
 words = sys.argv[1:]
 open({str(tmp_path / "said")!r}, "w").write(repr(words))
-os.environ["PATH"] = {str(Path(ENGINE).parent)!r} + ":" + os.environ["PATH"]
+os.environ["PATH"] = {str(engine.parent)!r} + ":" + os.environ["PATH"]
 os.execvp("sh", ["sh", "-c", words[words.index("--") + 2]])
 """)
     fake.chmod(0o755)

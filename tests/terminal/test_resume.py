@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers import preloaded
 from tests.helpers.terminal import Terminal
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_tui.state.session_store import SavedSession, SessionFile, read_session
 
 Opener = Callable[..., Terminal]
-ENGINE = Path(sys.executable).with_name("dtype-engine")
 
 
 @pytest.fixture
@@ -82,10 +82,11 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
     assert len(kept.recipes) == 3
 
 
-@pytest.mark.parametrize("arguments", [(), ("--engine-command", f"{ENGINE} stdio")], ids=["kept", "not kept"])
+@pytest.mark.parametrize("arguments", [(), ("--engine-command",)], ids=["kept", "not kept"])
 @pytest.mark.parametrize("seen", [1, 2000, 30000], ids=["at the first byte", "at the first screen", "when it stands"])
 def test_a_line_that_goes_dead_early_ends_the_program(opened: Opener, seen: int, arguments: tuple[str, ...]) -> None:
-    terminal = opened(*arguments)
+    engine = shlex.join([*preloaded.command(preloaded.COMMAND), "stdio"])
+    terminal = opened(*arguments, *[engine] * len(arguments))
     until = time.monotonic() + 60
     while len(terminal.raw) < seen and time.monotonic() < until:
         terminal.read(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers import preloaded
 from tests.helpers.panicking_tokenizer import with_panicking_tokenizer
 from tests.helpers.paths import TINYNET
-from tests.helpers.terminal import PROGRAM, Terminal
+from tests.helpers.terminal import PROGRAM, WITH_ENGINE, Terminal
 
 import dtype_engine as de
 
@@ -113,13 +115,13 @@ def test_a_python_file(opened: Opener) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "state"),
-    [(signal.SIGTERM, "ready"), (signal.SIGHUP, "embed_tokens"), (signal.SIGQUIT, "embed_tokens")],
+    ("number", "state", "forked"),
+    [(signal.SIGTERM, "ready", True), (signal.SIGHUP, "embed_tokens", False), (signal.SIGQUIT, "embed_tokens", True)],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: str) -> None:
+def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: str, forked: bool) -> None:
     """With a model there, and while it is being opened."""
-    terminal = opened(forked=False)
+    terminal = opened(forked=forked)
     terminal.wait_for(state)
     os.kill(terminal.pid, number)
     assert terminal.exit_status() == 128 + number
@@ -192,9 +194,9 @@ def test_the_engine_tells_that_a_rule_takes_nothing(tmp_path: Path, monkeypatch:
     program = tmp_path / "dtype-tui"
     program.write_text(f"""#!{sys.executable}
 import sys
-from dtype_tui.__main__ import main
+sys.argv[1:1] = [{PROGRAM!r}, {json.dumps(preloaded.command(preloaded.ENGINE))!r}]
 try:
-    main()
+    exec({WITH_ENGINE!r})
 finally:
     print("torch is there:", "torch" in sys.modules)
 """)

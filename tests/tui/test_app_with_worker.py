@@ -212,7 +212,7 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(net: Path, 
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        for key in WINDOWS:
+        for key in WINDOWS if way == "thread" else WINDOWS[:2]:  # which window it is makes no difference to an engine
             slow(net)
             await pilot.press("m")
             await until(pilot, lambda: app.controller.activity.what.startswith("measuring: candidate"))

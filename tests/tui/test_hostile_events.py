@@ -27,7 +27,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.main_screen import MOST_WINDOWS
 from dtype_tui.rendering.printable_lines import PrintableLines
 
-SEQUENCES = 6
+SEQUENCES = 4
 SIZES = ((80, 24), (120, 36))
 RULES = ("*=bfloat16", "*.mlp=float8_e4m3fn", "model.layers.2=float16")
 KEYS = (

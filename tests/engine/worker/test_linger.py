@@ -174,7 +174,7 @@ def test_it_ends_when_nobody_comes_back(folder: Path) -> None:
 
 
 def relay(folder: Path, session: str, **more: str) -> subprocess.Popen[bytes]:
-    command = [ENGINE, "stdio", "--linger", "5s", "--session", session]
+    command = [*preloaded.command(preloaded.LINGERING), "stdio", "--linger", "5s", "--session", session]
     environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment

@@ -16,7 +16,7 @@ from tests.helpers.recorded_worker import RecordedProcess
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import control, events
 from dtype_engine.worker.commands import Cancel, SetRecipe, TraceCasts
-from dtype_engine.worker.connection import EngineCommand, signal_words
+from dtype_engine.worker.connection import COMMAND, EngineCommand, signal_words
 from dtype_engine.worker.save_requests import RecipeRequest, ReportRequest
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
@@ -76,8 +76,8 @@ def test_its_death_is_told_and_another_takes_its_place(start: Start) -> None:
     assert not recorded.of(events.ImplicitCastsTraced)
 
 
-def test_it_is_started_again_while_it_imports(start: Start) -> None:
-    recorded = start(EngineCommand())
+def test_it_is_started_again_while_it_imports(start: Start, tmp_path: Path) -> None:
+    recorded = start(EngineCommand(preloaded.after(COMMAND, preloaded.ENGINE, tmp_path / "started")))
     recorded.wait_for(events.LoadingProgress)
     first = recorded.child
     recorded.worker.restart()

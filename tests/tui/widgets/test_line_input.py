@@ -234,7 +234,7 @@ STROKES = st.one_of(
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(strokes=st.lists(STROKES, max_size=25))
 @example(strokes=["a", "b", "c", "backspace", "d"])
 @example(strokes=["a", "b", "c", "left", "left", "X"])

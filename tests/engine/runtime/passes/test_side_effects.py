@@ -304,7 +304,8 @@ CASES = [
     pytest.param(make, dtype, id=f"{make.__name__}-{dtype}")
     for make in MODELS
     for dtype in DTYPES
-    if (make, dtype) != (WritesItsBuffer, "bfloat16")
+    # Hundreds of calls take four seconds: they are made in one dtype.
+    if (make, dtype) not in ((WritesItsBuffer, "bfloat16"), (PartlyWithoutCounting, "bfloat16"))
 ]
 
 
