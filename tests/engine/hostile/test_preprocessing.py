@@ -30,9 +30,9 @@ def test_a_tokenizer_that_panics_is_one_sentence(kind: str, tmp_path: Path, capf
     assert run(cli, "dtype-engine", [*command, "--prompt", "hello"]) == BAD_INPUT
     said = capfd.readouterr()
     assert said.out == ""
-    assert said.err.startswith(
-        "dtype-engine: model has a tokenizer that is damaged or can't be loaded (a library panicked:"
-    )
+    limited = kind == "a damaged precompiled normaliser"  # it was tried in another process first
+    why = "model: its tokenizer.json makes the process that runs it fail" if limited else "a library panicked:"
+    assert said.err.startswith(f"dtype-engine: model has a tokenizer that is damaged or can't be loaded ({why}")
     assert said.err.count("\n") == 1
 
 
@@ -44,8 +44,9 @@ def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
     settings["normalizer"] = {"type": "Sequence", "normalizers": [shortened, settings["normalizer"]]}
     (folder / "tokenizer.json").write_text(json.dumps(settings))
     why = str(de.open(str(folder)).no_forward)
-    assert why.startswith("the built-in prompts: the tokenizer of model can't encode it: a library panicked: ")
-    with pytest.raises(de.UserError, match=r"^prompt 1: the tokenizer of model can't encode it: a library panicked: "):
+    fails = "model: its tokenizer.json makes the process that runs it fail"
+    assert why.startswith(fails)
+    with pytest.raises(de.UserError, match=fails):
         de.open(str(folder), options=de.Options(prompts=("hello",)))
 
 
@@ -53,7 +54,11 @@ def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
     ("name", "change", "why"),
     [
         ("vit", {"image_mean": [0.5] * 7}, "the image processor of vit refuses the picture: "),
-        ("wav2vec2", {"sampling_rate": "x"}, "wav2vec2: its inputs can't be made: ValueError: "),
+        (
+            "wav2vec2",
+            {"sampling_rate": "x"},
+            "wav2vec2: no forward pass: sampling_rate in preprocessor_config.json is 'x'",
+        ),
         ("wav2vec2", {"sampling_rate": [1]}, "wav2vec2: its inputs can't be made: TypeError: "),
     ],
 )

@@ -175,7 +175,7 @@ def test_what_is_no_saved_scan_is_said(tmp_path: Path, content: str) -> None:
 def test_a_saved_scan_with_nan_in_place_of_a_drift_is_refused(tmp_path: Path) -> None:
     nan, path, key = float("nan"), tmp_path / "scan.json", ("a", "int8")
     made = Fingerprint("", "", ("int8",), "")
-    whole = SequenceScores(1.0, {key: 0.5}, {key: nan}, {}, True, [TopKSample(0, 0.1, [nan], 0.2)], {})
+    whole = SequenceScores(1.0, {key: 0.5}, {key: nan}, True, [TopKSample(0, 0.1, [nan], 0.2)], {})
     exact = SavedScan(made, 1, "x", 0.0, 0.0, 1, {}, {key: (0.5, None)})
     estimated = dataclasses.replace(exact, done={0: whole}, measured=None)
     for scan in (exact, estimated):  # variances and margins may be NaN where the model is not finite

@@ -11,6 +11,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.images import picture_inputs
+from dtype_engine.runtime.inputs.limited import PartFails
 from dtype_engine.runtime.inputs.multimodal import (
     SOUNDS,
     is_contrastive,
@@ -18,7 +19,7 @@ from dtype_engine.runtime.inputs.multimodal import (
     processor_template,
     text_rows,
 )
-from dtype_engine.runtime.inputs.preprocessing import PartFails, parameters
+from dtype_engine.runtime.inputs.preprocessing import parameters
 from dtype_engine.runtime.inputs.processor_limits import check_processor_files
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs

@@ -34,8 +34,16 @@ _tried: set[bytes] = set()
 """Digests of the tokenizers and texts that stayed within the limits in this process."""
 
 
+class PartFails(UserError):
+    """The tokenizer, a processor or the chat template of a model's folder fails for an input."""
+
+
 class _Ended(Exception):
     """The child was ended by a limit. The message completes a sentence that begins with the name of what it ran."""
+
+
+class _Failed(_Ended):
+    """The child ended by itself, with an error."""
 
 
 def run_template(
@@ -71,7 +79,8 @@ def run_template(
 
 
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
-    """Try the normalizers and expressions of a tokenizer on the texts. Raises NoForward if they take too much time or memory.
+    """Try the normalizers and expressions of a tokenizer on the texts. Raises NoForward if they take too much time or memory, and
+    PartFails if they fail.
 
     Tokenizers without replacements and expressions are not tried, because they can't take much, and neither are tokenizers written
     in Python.
@@ -91,9 +100,20 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
     longest = max(map(len, texts), default=0)
     try:
         _run(job, limits, _MEMORY + _MEMORY_PER_CHARACTER * longest, len(texts) + sum(map(len, texts)) // 1_000_000)
+    except _Failed as failed:
+        raise PartFails(f"{title}: its tokenizer.json {failed}") from None
     except _Ended as ended:
         raise NoForward(f"{title}: no forward pass: its tokenizer.json {ended}; {hint('tensors')}") from None
     _tried.add(digest)
+
+
+def stays_in_limits(title: str, tokenizer: Any, text: str) -> bool:
+    """Return whether a tokenizer encodes and decodes the text within the default limits. Raises PartFails if it fails."""
+    try:
+        try_tokenizer(title, tokenizer, [text], InputLimits())
+    except NoForward:
+        return False
+    return True
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
@@ -148,4 +168,4 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> 
         raise _Ended(too_long)
     if done.returncode == OUT_OF_MEMORY or done.returncode < 0:  # Rust ends the process if it gets no memory
         raise _Ended(f"needs more memory than the {memory >> 20:,} MiB that it may have")
-    raise _Ended("makes the process that runs it fail")
+    raise _Failed("makes the process that runs it fail")

@@ -15,9 +15,8 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.images import Picture, described, make_pictures
-from dtype_engine.runtime.inputs.limited import run_template, try_tokenizer
+from dtype_engine.runtime.inputs.limited import PartFails, run_template, try_tokenizer
 from dtype_engine.runtime.inputs.preprocessing import (
-    PartFails,
     accepted,
     no_tokenizer,
     parameters,

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.core.errors import UserError
 from dtype_engine.core.foreign_code import failures_as, foreign_code
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
+from dtype_engine.runtime.inputs.limited import PartFails, stays_in_limits
 from dtype_engine.runtime.inputs.processor_limits import FILES as _PROCESSORS
 from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.hub import offline
@@ -24,10 +24,6 @@ from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_OFFSET = 8
-
-
-class PartFails(UserError):
-    """The tokenizer, a processor or the chat template of a model's folder fails for an input."""
 
 
 @contextmanager
@@ -48,7 +44,8 @@ def _load_tokenizer(folder: Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    tokenizer.decode(tokenizer(DEFAULT_PROMPTS[0])["input_ids"])  # many faults of a tokenizer.json show only in use
+    if stays_in_limits(folder.name, tokenizer, DEFAULT_PROMPTS[0]):
+        tokenizer.decode(tokenizer(DEFAULT_PROMPTS[0])["input_ids"])  # many faults of a tokenizer.json show only in use
     return tokenizer
 
 
@@ -84,7 +81,7 @@ def no_tokenizer(model: LiveModel) -> str:
             return (
                 "has a tokenizer that needs its own Python code, which is not run unless you pass --trust-remote-code"
             )
-        return f"has a tokenizer that is damaged or can't be loaded ({reason(error)})"
+        return f"has a tokenizer that is damaged or can't be loaded ({error if isinstance(error, PartFails) else reason(error)})"
     return "has no tokenizer" if tokenizer is None else "has a tokenizer"
 
 

@@ -348,6 +348,7 @@ def test_class_names_and_methods_of_quantisation_are_no_markdown(name: str, tmp_
     quantised.mkdir()
     parts = {
         "a.qweight": torch.ones(4, 4, dtype=torch.int32),
+        "a.qzeros": torch.ones(4, 4, dtype=torch.int32),
         "a.scales": torch.ones(4, 4),
         "b.weight": torch.ones(4, 4),
     }

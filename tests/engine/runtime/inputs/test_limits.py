@@ -235,7 +235,7 @@ PARTS: dict[str, tuple[dict[str, Any], str]] = {
                 "invert": False,
             }
         },
-        "its tokenizer.json ",
+        "",  # the library itself stops such a search: the tokenizer is damaged, and token ids are drawn at random
     ),
     "harmless": ({"normalizer": replacing({"Regex": " {2,}"}, "b")}, ""),
 }
