@@ -128,7 +128,8 @@ _RUNNING = (
         type=_InputLimit(),
         multiple=True,
         metavar="KIND=NUMBER",
-        help="Raise a limit on what an input may ask for: pixels, seconds, values, tokens, template-seconds or template-bytes.",
+        help="Raise a limit on inputs, such as tokens=2000000. KIND is pixels, seconds (of audio), values, tokens, "
+        "template-seconds or template-bytes (the time and the text of the chat template).",
     ),
     click.Option(
         ["--compute"],

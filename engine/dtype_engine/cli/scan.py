@@ -61,8 +61,8 @@ def scan_options(function: Function) -> Function:
             "--formats",
             "family",
             type=click.Choice(tuple(FAMILIES)),
-            help="Instead of --dtypes, try the formats that this runtime can mix in a model. A search obeys the "
-            "runtime's limits.",
+            help="Try the formats that this inference runtime can mix in one model, instead of --dtypes. A search then "
+            "also obeys the runtime's limits.",
         ),
     ):
         function = option(function)

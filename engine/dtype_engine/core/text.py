@@ -7,8 +7,8 @@ from typing import Annotated
 
 EXACT = "exact"
 Name = Annotated[str, EXACT]
-"""A name of the model, or a pattern of a recipe, which has to equal those in the tree. Its text is exactly that of the file, so
-whoever shows it has to make it `printable`. In an event of an engine, text of any other type is safe to show.
+"""The type of a name in the model, or of a recipe's pattern, in an event of an engine. Its text is exactly that in the file,
+because it is compared with names in the tree, so code that shows it must call `printable`. Text of any other type is safe to show.
 """
 
 _INVISIBLE = re.compile(

@@ -133,11 +133,11 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Concatenate the translated pieces of a glob. whole: whether they are the entire pattern, so that this optimisation applies:
+    """Return the regular expression of a glob: the concatenated expressions of its pieces.
 
-    If a piece between two stars has a fixed length, only its first occurrence is tried, because if the match fails after that one,
-    it also fails after any later one. The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to its
-    fourth power. `fnmatch` does the same.
+    whole: whether `pieces` are the entire glob. Then stars are translated without backtracking: if a piece between two stars has a
+    fixed length, only its first occurrence is tried, because if the match fails after that one, it also fails after any later one.
+    The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to its fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

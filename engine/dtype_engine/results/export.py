@@ -80,7 +80,7 @@ class CastReport:
     """Bytes of the tensors that were compared, in the checkpoint's dtypes."""
     tensors: tuple[ComparedTensor, ...]
     differences: tuple[TensorDifference, ...]
-    """Tensors that only one of the two has, and tensors of another shape."""
+    """Tensors that only the checkpoint or only its source has, and tensors whose shapes in the two differ."""
     uncompared: tuple[TensorDifference, ...]
     """Weights whose codes this program does not decode, each with the reason."""
     seconds: float

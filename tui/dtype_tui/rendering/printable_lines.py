@@ -1,4 +1,4 @@
-"""The last check of what is drawn: nothing but printable text reaches the terminal, whoever forgot to escape it."""
+"""Checks every drawn line last, so that only printable text reaches the terminal even if other code forgot to escape a text."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ORDERS = ("model", "bytes", "drift")
 """Orders in which a node's children can be shown: the model's order, by bytes (largest first), or by drift (worst first)."""
 MOST_MATCHES = 1000
 """Maximum number of a filter's matches that are shown. Users do not step through more matches, and every key press computes the
-matches anew.
+matches again.
 """
 
 

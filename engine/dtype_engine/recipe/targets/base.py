@@ -98,8 +98,8 @@ class Target:
     matcher: str
     """A phrase that says how the tool matches patterns, such as by `re.match` on module names."""
     precedence: Callable[[Sequence[str]], int] | None
-    """Returns the index of the pattern that wins among several that match the same tensor. None if the tool has no order of
-    precedence.
+    """A function that takes the patterns that match one tensor, and returns the index of the pattern that the tool applies. None
+    if the tool has no order of precedence.
     """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
