@@ -137,7 +137,7 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
 
     whole: whether `pieces` are the entire glob. Then stars are translated without backtracking: if a piece between two stars has a
     fixed length, only its first occurrence is tried, because if the match fails after that one, it also fails after any later one.
-    The time to match `*a*a*a*b` is therefore proportional to the length of a name, not to its fourth power. `fnmatch` does the same.
+    Matching `*a*a*a*b` takes time in proportion to the length of a name, not to its fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]
