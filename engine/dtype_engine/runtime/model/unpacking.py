@@ -27,7 +27,7 @@ def unpack(live: LiveModel) -> None:
     if compressor is None or not hasattr(live.module, "ct_decompress_hook"):
         return
     layers = {name: child for name, child in live.module.named_modules() if getattr(child, "quantization_scheme", None)}
-    scales = {name: child._parameters["weight_scale"] for name, child in layers.items()}
+    scales = {name: getattr(child, "weight_scale", None) for name, child in layers.items()}
     stored = {name: scale.data for name, scale in scales.items() if scale is not None}
     for name, data in stored.items():
         if data.dtype in _SHORT_FLOATS:
