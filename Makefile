@@ -25,7 +25,7 @@ lint: $(VENV)/.tests
 
 # Side by side, but in no more processes than have the memory for it: each imports torch.
 unit: $(VENV)/.tests
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/pytest -n auto --maxprocesses 5 --dist worksteal
 
 # The packages without torch and the app, without tests marked slow. Tests of the app mostly wait for a screen to come to rest, so
 # more processes than cores pay.
@@ -35,11 +35,11 @@ quick: $(VENV)/.tests
 # All tests once more, with the lines that none of them reaches: about half as long again on Python 3.11.
 coverage: $(VENV)/.tests
 	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
-		$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --cov --cov-report=term
+		$(BIN)/pytest -n auto --maxprocesses 5 --dist worksteal --cov --cov-report=term
 
 # The same tests on the oldest Python and the oldest libraries that pyproject.toml promises to work with.
 test-lowest: $(LOWEST)/.tests
-	$(LOWEST)/bin/pytest -n auto --maxprocesses 4 --dist worksteal
+	$(LOWEST)/bin/pytest -n auto --maxprocesses 5 --dist worksteal
 
 # Every form of model with every way to use it: the table of tests/README.md.
 matrix: $(VENV)/.tests

@@ -46,8 +46,8 @@ _LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` is: two processes more than there are cores, since tests in a terminal mostly wait for a screen."""
-    return (os.cpu_count() or 1) + 2
+    """What `-n auto` is: three processes more than there are cores, since tests in a terminal mostly wait for a screen."""
+    return (os.cpu_count() or 1) + 3
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
