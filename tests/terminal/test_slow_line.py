@@ -43,7 +43,7 @@ def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
             terminal.read(0.02)
-    assert "measuring" in terminal.text
+    terminal.wait_for("measuring", 5)  # and it goes on
     # What arrives until a key's answer stands takes the line no longer than the way there and back, but where the engine's
     # tree replaces the one on the screen, or all modules have their first figures.
     assert sorted(written)[len(written) // 2] < 0.2 * LINE, written
