@@ -85,8 +85,8 @@ class Checkpoint:
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the keys of `weights` that hold the values of a tensor of the module tree: several keys if the model loader packs
-        several tensors of the files into this one, and none if the files lack it.
+        """Return the names under which `weights` holds the values of a tensor of the module tree. There are several names if the
+        model's loader packs several tensors of the files into this tensor, and none if the files lack it.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
@@ -118,7 +118,9 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files except the codes and scales of the weights in `quantized`."""
+        """All tensors in the files, except codes and scales that this program's own export wrote (those of the weights in
+        `quantized`).
+        """
         own = self._own_parts
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 

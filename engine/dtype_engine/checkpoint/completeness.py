@@ -33,7 +33,9 @@ class IndexReport:
     """(tensor name, file name in the index) for each tensor that the index names and none of the index's files holds."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is in another file."""
+    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is not in the file that
+    the index names.
+    """
     unnamed: tuple[str, ...] = ()
     """Names of the tensors that are in the index's files but not in the index."""
 

@@ -93,8 +93,9 @@ def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
 
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Raise UserError if `tensors`, by name, share bytes. Gaps are allowed, because tensors begin at multiples of the file's
-    alignment. data_start: the offset of the first byte after the header.
+    """Raise UserError if the byte ranges of two tensors of a GGUF file overlap. Gaps between them are allowed, because tensors
+    begin at multiples of the file's alignment. tensors: those of the file, by name. data_start: the offset of the first byte after
+    the header.
     """
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):

@@ -26,16 +26,17 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 
 Count = int | Literal["unknown"] | None
-"""The number of parameters that a tensor represents. If None, each element of the tensor is one parameter."""
+"""The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
 
 
 def parameters_meant(
     tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """Return the number of parameters that each part of a quantised weight represents, by the part's name.
+    """Return the number of parameters that each tensor of a quantised weight represents, keyed by tensor name. The codes represent
+    all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points.
 
-    The number is 0 for scales, zero points and descriptions. parts: the names of the parts. tensors: all tensors, with their shapes
-    in the files.
+    parts: the names of the tensors to count, which all belong to quantised weights. tensors: all tensors of the file, with the
+    shapes that they have in it. config: the content of config.json.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):
@@ -116,7 +117,9 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
 
 
 def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the distinct (bit width, group size) of the packed integers that the groups of `quantization_config` declare."""
+    """Return the distinct pairs (bits per value, group size) with which integer weights are packed, as `config_groups` in the
+    `quantization_config` of a configuration declares them. The group size is None if it is not declared.
+    """
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
     found = set()

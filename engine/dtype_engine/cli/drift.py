@@ -126,7 +126,7 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """The parts of the result of `dtype-engine drift` that are not in the `DriftReport`."""
+    """What `dtype-engine drift` prints in addition to the `DriftReport`: the noise floor, the causes, and remedies."""
 
     floor: NoiseFloor | None
     """The noise floor, or None if it was not measured."""
@@ -165,7 +165,9 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Return, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
+    """Measure, for each module, how much the output drifts if only this module is cast, and return the report. workers: the value
+    of --workers, or None to measure in this process. Raises UserError.
+    """
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work

@@ -186,7 +186,9 @@ def export_text(report: ExportReport) -> str:
 
 
 def cast_text(report: CastReport, most: int) -> str:
-    """Return the lines that compare a checkpoint of another program with its source, with at most `most` tensors of each kind."""
+    """Return the text that compares a checkpoint of another program with its source. It lists at most `most` of the tensors that
+    differ, and at most `most` of those that could not be compared.
+    """
     lines = [
         f"checkpoint {printable(report.folder, 1000)}",
         f"against    {report.model}",

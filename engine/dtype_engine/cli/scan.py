@@ -299,8 +299,11 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """On the session's inputs, measure the `count` recipes nearest to a limit, (bytes or None, drift or None), and report the best.
-    Raises UserError, OutOfReach.
+    """Measure the recipes that a scan predicts nearest to a limit, on the session's inputs, and return a report on the best of
+    them. Raises UserError, and OutOfReach if no recipe meets the limit.
+
+    workers: the value of --workers. count: how many recipes to measure. limit: (maximum number of bytes or None, maximum drift or
+    None). constraints: what the user requires of a recipe, such as weights that keep their dtype.
     """
     from dtype_engine.evaluation import verified
 

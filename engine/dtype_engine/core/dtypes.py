@@ -237,8 +237,8 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether the last blocks of a tensor of this shape are shorter, because the format's block size does not divide the
-    shape.
+    """Return whether the last blocks of a tensor of this shape are smaller than the others, because the block size of the format
+    `dtype` does not divide the shape.
     """
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)

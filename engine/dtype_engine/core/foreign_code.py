@@ -37,7 +37,7 @@ def foreign_code() -> Iterator[None]:
 
 
 def with_type(error: BaseException) -> str:
-    """Return an exception's type and message in one line, for code whose author reads the message."""
+    """Return an exception's type and message in one line. The type helps if the user wrote the code that failed."""
     return one_line(error, 300, with_type=True)
 
 

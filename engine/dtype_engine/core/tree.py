@@ -348,7 +348,9 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Running sums over `order`: parameters, elements of persistent buffers, and packed weights of unknown size."""
+        """Three lists of running sums over `order`, whose entry i counts the first i tensors: parameters, elements of persistent
+        buffers, and packed weights with an unknown number of parameters.
+        """
         parameters, buffers, unknown = [0], [0], [0]
         for tensor in self.order:
             parameters.append(parameters[-1] + tensor.parameters)
@@ -358,7 +360,9 @@ class Tree:
 
     @cached_property
     def never_cast(self) -> list[int]:
-        """Running sum over `order` of the tensors that are never cast for another reason than their dtype."""
+        """Running sum over `order`: entry i is how many of the first i tensors can never be cast for a reason other than their
+        dtype, for example because they are parts of quantised weights.
+        """
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 
     @cached_property

@@ -94,9 +94,12 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """Return the context that starts processes. It never forks this process, because torch's threads would not survive a fork. On
-    Linux a server process that imports torch and computes nothing is forked instead, which saves the seconds of the import and
-    shares its pages. The server has one thread, which OpenBLAS (used by numpy) ends before a fork and replaces after it.
+    """Return the multiprocessing context that starts worker processes. It never forks this process, because torch's threads would
+    not survive a fork.
+
+    On Linux, workers are forked from a server process that has imported torch and computed nothing. This saves the seconds that the
+    import takes, and workers share the server's memory pages. Its only other thread belongs to OpenBLAS (used by numpy), which ends
+    it before a fork and replaces it after the fork.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -112,9 +115,11 @@ def results(
     cancelled: IsCancelled,
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
-    """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, call `broken()`
-    and submit the unfinished evaluations to a new one. ahead: maximum number of submitted and unfinished evaluations. It should be
-    small, because a pause takes effect only after all of them are done.
+    """Run evaluations on an executor, and yield (index, result) of each as soon as it is done.
+
+    started: returns the executor. broken: called if the executor breaks, for example because a process was killed. The unfinished
+    evaluations are then submitted to the executor that `started` returns next. ahead: maximum number of evaluations that are
+    submitted and unfinished. It should be small, because a pause takes effect only after all of them are done.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -159,7 +164,9 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit in memory. Each needs `private` bytes; all share the checkpoint's pages."""
+    """Return how many of `workers` processes fit into the free memory. private: bytes that each needs in addition to the
+    checkpoint, whose memory pages all of them share.
+    """
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 
@@ -173,8 +180,10 @@ def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tup
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make only the GPU of the pool's `index`-th process visible to this process, through `environment`, before CUDA is
-    initialized. Without GPUs, do nothing.
+    """Set CUDA_VISIBLE_DEVICES so that this process, the pool's `index`-th, sees only its own GPU. This must happen before CUDA is
+    initialized.
+
+    gpus: the names of the pool's GPUs; if empty, nothing is set. environment: the environment variables to change.
     """
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]

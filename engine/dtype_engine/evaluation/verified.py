@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` recipes that the last scan predicts nearest to a limit on bytes (`budget`) or on drift (`max_drift`).
-    Raises UserError, OutOfReach.
+    """Return the recipes whose size (for a `budget` in bytes) or whose predicted drift (for `max_drift`) is nearest to the limit,
+    as solutions of a search. The last scan predicts the drift.
+
+    constraints: what the user requires of a recipe. count: how many recipes to return. Raises UserError, OutOfReach.
     """
     return around(session.front(constraints), budget, max_drift, count)
 

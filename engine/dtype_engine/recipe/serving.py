@@ -219,7 +219,9 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether the block's rows divide the number of outputs of every weight fused with `name`. True if none is."""
+    """Return whether the number of outputs of every layer that runtimes fuse with this weight's layer is a multiple of a block's
+    rows in the format `dtype`. Returns True if the weight is not fused.
+    """
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)

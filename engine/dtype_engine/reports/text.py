@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """Return the number of parameters, or `-` if all are tied to others. `> 1.2 M` and `unknown` mean that packed weights are not
-    counted.
+    """Return the number of parameters at or below a module as text. It is `> 1.2 M` or `unknown` if packed weights represent an
+    unknown number, and `-` if all tensors are tied weights that are counted elsewhere.
     """
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
@@ -42,7 +42,9 @@ def parameters_text(totals: Totals) -> str:
 
 
 def mix_text(totals: Totals) -> str:
-    """Return the share of each dtype in the bytes, as in `bf16 83 % · f32 17 %`, or only the dtype's name if there is one."""
+    """Return which fraction of the bytes each dtype has, as in `bf16 83 % · f32 17 %`, or only the dtype's name if there is just
+    one.
+    """
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])

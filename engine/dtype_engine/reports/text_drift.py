@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""If a module's drift exceeds the whole drift this many times, drifts cancel each other, and no percentages are shown."""
+"""Percentages of the whole drift are shown only if no module's own drift exceeds the whole drift this many times. Otherwise, the
+drifts of several modules cancel each other.
+"""
 
 
 def extent_text(extent: Extent) -> str:
@@ -101,7 +103,9 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of a remedy: `the output is finite with it` or, if it was finite before, the SQNR without and with it."""
+    """Return the effect of the rule that was suggested against non-finite values: `the output is finite with it` or, if the output
+    was finite before, the SQNR without and with the rule.
+    """
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")

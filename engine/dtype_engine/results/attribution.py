@@ -1,4 +1,6 @@
-"""Results that explain a drift: the noise floor, the causes, the first values that are not finite, and remedies for lost values."""
+"""Results that explain a drift: the noise floor, the modules that cause the drift, the first values that are not finite, and rules
+against casts that make values infinite or zero.
+"""
 
 from __future__ import annotations
 
@@ -123,23 +125,25 @@ class NonFiniteDiagnosis:
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Rules that keep the values which a recipe loses. The user adds them after the recipe's own rules."""
+    """Suggested rules for tensors with values that the recipe's casts make infinite or zero. The user adds them after the recipe's
+    own rules.
+    """
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the rules match. Each gets the nearest dtype that can hold its values."""
+    """The tensors that the suggested rules match. Each gets the nearest dtype in which no value becomes infinite or zero."""
     planned_bytes_before: int
-    """The planned bytes of the whole model without the rules."""
+    """The bytes of the whole model in its planned dtypes, without the suggested rules."""
     planned_bytes: int
-    """The planned bytes of the whole model with the rules."""
+    """The bytes of the whole model in its planned dtypes, with the suggested rules."""
     before: OutputDrift | None = None
-    """The drift of the main output without the rules, or None if the model can't be run."""
+    """The drift of the main output without the suggested rules, or None if the model can't be run."""
     after: OutputDrift | None = None
-    """The drift of the main output with the rules, over the same inputs as `before`."""
+    """The drift of the main output with the suggested rules, over the same inputs as `before`. None if it was not measured."""
     reason: str = ""
-    """Why the effect of the rules was not measured, for example because the model can't be run."""
+    """Why the effect of the suggested rules was not measured, for example because the model can't be run."""
 
     @property
     def improves(self) -> bool:
-        """Whether the rules were tried and reduce the drift of the output."""
+        """Whether the suggested rules were tried and reduce the drift of the main output."""
         return self.before is not None and self.after is not None and drifts_less(self.after, self.before)

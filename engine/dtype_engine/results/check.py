@@ -10,7 +10,7 @@ from dtype_engine.results.coverage import Coverage
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of finding."""
+    """A kind of problem that a check of a checkpoint can find."""
 
     title: str
     why: str
@@ -125,7 +125,7 @@ class Finding:
     tensor: Name
     """The name of whatever has the problem: a tensor, a file or a field of config.json."""
     what: str
-    """The problem, in words that follow the name in `tensor`."""
+    """A description of the problem, which completes a sentence that begins with the name in `tensor`."""
     file: str = ""
     """The name of the file in which the problem was found."""
 

@@ -285,7 +285,7 @@ class DriftReport:
     """How many sequences the metrics of `modules` cover: all, or about a sixth of the inputs, which includes the first sequence."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose casts lose values."""
+    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` of the measurement."""
     coverage: Coverage | None = None

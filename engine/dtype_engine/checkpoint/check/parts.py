@@ -85,7 +85,9 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a sentence about the first part of a quantised weight that lacks another part, or () if all parts are there."""
+    """Say in one sentence which tensor of a quantised weight lacks another that it needs, such as codes without scales. Returns a
+    tuple of this sentence about the first such tensor, or () if no tensor is missing.
+    """
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
     more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""
@@ -217,8 +219,8 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix, expected shape) for a weight's tensors other than codes and scales, if their shape is known. codes, scale: the
-    shapes of the codes and of the scales in the file.
+    """Yield (suffix of the tensor's name, expected shape) for the tensors of a weight that are neither codes nor scales, such as
+    zero points. Tensors of unknown shape are left out. codes, scale: the shapes of the weight's codes and scales in the file.
     """
     if weight.layout is MLX:
         yield "biases", scale

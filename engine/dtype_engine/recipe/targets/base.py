@@ -56,8 +56,8 @@ class Unsupported:
 
     why: str
     part: Part
-    """What the target changes. "dtype": the tensors get another dtype. "scale": they get the planned dtype, but their scales are
-    computed by another rule.
+    """What differs from the plan. "dtype": the tensors get another dtype. "scale": they get the planned dtype, but the tool
+    computes their scales by another rule.
     """
     planned: str
     instead: str
@@ -103,9 +103,13 @@ class Target:
     """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
-    """Returns the canonical names of all tensors that the tool's patterns can affect."""
+    """A function that takes the context (plan and model) and returns the canonical names of all tensors that the tool's patterns
+    can affect.
+    """
     match: Callable[[Context, str], Match]
-    """Matches a pattern as the tool does. Raises PatternError for an invalid regular expression."""
+    """A function that takes the context (plan and model) and a pattern, and returns the tensors that the tool would match. It
+    raises PatternError for an invalid regular expression.
+    """
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
@@ -119,17 +123,23 @@ def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object
 
 
 def first(patterns: Sequence[str]) -> int:
-    """Return the index of the winning pattern for a target in which the first matching pattern wins."""
+    """A `Target.precedence` for tools that apply the first matching pattern. Returns its index in `patterns`, which all match one
+    tensor.
+    """
     return 0
 
 
 def last(patterns: Sequence[str]) -> int:
-    """Return the index of the winning pattern for a target in which the last matching pattern wins."""
+    """A `Target.precedence` for tools that apply the last matching pattern. Returns its index in `patterns`, which all match one
+    tensor.
+    """
     return len(patterns) - 1
 
 
 def exact_first(patterns: Sequence[str]) -> int:
-    """Return the index of the winning pattern for a target in which an exact name wins over regular expressions."""
+    """A `Target.precedence` for tools that apply an exact name before any regular expression, and otherwise the first matching
+    pattern. Returns its index in `patterns`, which all match one tensor.
+    """
     return next((index for index, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
 
@@ -148,14 +158,14 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The parts of a plan that a quantiser can apply: the weights to quantise, and one dtype in which it loads the rest."""
+    """A plan as a quantiser can apply it: the weights to quantise, and one dtype in which all other tensors are loaded."""
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantised, by the weight's canonical name."""
     base: str
     """The dtype of all tensors that are not in `low`, that is, not quantised."""
     losses: UnsupportedList
-    """The tensors to which the tool gives a dtype other than the planned one."""
+    """The tensors to which the tool can't give their planned dtype, each with the dtype that it gets instead."""
 
     def by_dtype(self) -> dict[str, list[str]]:
         """Return the names of the weights to quantise, for each dtype, in the model's order."""

@@ -148,8 +148,10 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return few module names that together cover all modules not to be cast: the topmost modules with no cast module inside.
-    leaves: maps the modules that diffusers casts as a whole to their tensors. cast: the leaves that are to be cast.
+    """Return a short list of modules that diffusers must skip, so that it casts exactly the leaves in `cast`. Skipping a module
+    skips everything below it, so each leaf that is not to be cast is covered by its topmost ancestor that contains no leaf to cast.
+
+    leaves: the modules that diffusers casts as a whole, each with the names of its tensors. cast: those leaves that are to be cast.
     """
     holding: set[str] = set()
     for leaf in cast:

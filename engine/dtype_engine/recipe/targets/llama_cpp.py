@@ -36,7 +36,9 @@ BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
 """Values per scale in the `BLOCKED` types. The length of a row must be a multiple of this number."""
 ODD_ROWS = "f16"
-"""The type that llama.cpp uses instead if the length of a row is not a multiple of `BLOCK`."""
+"""The type in which llama.cpp stores a tensor in place of a requested `BLOCKED` type, if its rows are not a multiple of `BLOCK`
+long.
+"""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
