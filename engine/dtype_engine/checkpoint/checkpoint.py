@@ -48,7 +48,7 @@ class Checkpoint:
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each weights file before anything was read from it."""
+    """The size, modification time and inode of each weights file, recorded before anything was read, to detect later changes."""
     components: tuple[Component, ...] = ()
     """The folders of a diffusers pipeline that hold weights."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -80,7 +80,9 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the stored dtype of a weight, given its key in `weights`. With a single scale, the dtype ends in `@tensor`."""
+        """Return the stored dtype of a weight. name: a key in `weights`. If one scale covers the whole weight, the returned name
+        ends in `@tensor`.
+        """
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 

@@ -75,8 +75,8 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Return whether the gguf package can dequantize the type `kind`, by trying it on one block of `nbytes` bytes. `known` caches
-    the results by the type's name.
+    """Try whether the gguf package can dequantize a type of tensor, and return the result. kind: the type, such as Q4_K. nbytes:
+    the size of one of its blocks, on which this is tried. known: earlier results by the type's name, to which the result is added.
     """
     if kind.name not in known:
         import numpy

@@ -160,7 +160,9 @@ class PackedWeight:
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the quantised weights whose codes and scales are both among these tensors. tensors: those of a file, by name."""
+    """Find the weights that other programs quantised, by the names and dtypes of their tensors. Weights that lack their codes or
+    their scales are left out. tensors: all tensors of a file, by name.
+    """
     found = []
     for name in tensors:
         if not name.endswith(_SCALE_ENDS):
@@ -216,7 +218,9 @@ def declared_method(config: Mapping[str, Any] | None) -> str | None:
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return the scheme that `quantization_config` declares, in words that complete "a weight that is ...", or None."""
+    """Return how `quantization_config` says that the weights are quantised, such as "quantised by gptq, 4 bit", or None if it says
+    nothing. The words complete "a weight that is ...".
+    """
     method = declared_method(config)
     if method is None:
         return None

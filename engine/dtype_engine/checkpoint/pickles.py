@@ -186,8 +186,8 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let imports find code in the current folder, as `python` does, because a trusted pickle may name modules that its author
-    wrote.
+    """A context manager under which imports also find modules in the current folder, as they do when `python` runs a script there.
+    A trusted pickle may refer to modules that its author wrote.
     """
     here = os.getcwd()
     added = here not in sys.path
@@ -326,8 +326,8 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """Count the tensors of a loaded pickle that are not in `chosen`. Returns their number and the path of the first one's
-    container.
+    """Count the tensors of a loaded pickle that are not in `chosen`, the mapping that was taken as the model's weights. Returns
+    (number of these tensors, path of the first of them, such as `optimizer.state.0`).
     """
     import torch
 

@@ -49,7 +49,9 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show a step on standard error in place of the previous step. Does nothing if standard error is not a terminal."""
+    """Show on standard error what the program is doing, in place of the text that was shown before. Does nothing if standard error
+    is not a terminal.
+    """
     global _step
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")

@@ -101,7 +101,8 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """Let only `answer` write to standard output in the block. Other output, such as that of a model's code, goes to stderr.
+    """A context manager under which only `answer` writes to standard output. All other output, such as that of a model's code, goes
+    to standard error.
 
     C code and child processes write to file descriptor 1 itself, some of them only when the process ends. Under `own_output` that
     descriptor therefore leads to standard error until the end of the process.

@@ -62,7 +62,9 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Return whether the typed path is a file or a non-empty folder. Raises UserError if the file system can't answer."""
+    """Return whether there is already a file or a non-empty folder at the path that the user typed. Raises UserError if the file
+    system can't tell.
+    """
     try:
         path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()

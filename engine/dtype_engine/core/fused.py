@@ -42,10 +42,10 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return a mapping from each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes
-    by weight name.
+    """Return which weights share a tensor scale: a mapping from each such weight to the names of all weights with its scale.
+    planned: the dtype of each weight, by name.
 
-    A tensor scale is shared by the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
+    The members of a fused group share a tensor scale if they are in the same format and this format has tensor scales (NVFP4).
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]

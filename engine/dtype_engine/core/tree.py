@@ -86,7 +86,7 @@ class TensorInfo:
 
     @property
     def counted(self) -> bool:
-        """Whether stored and planned bytes include this tensor's bytes."""
+        """Whether sums of the model's stored or planned bytes include this tensor."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
@@ -308,7 +308,9 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in order. Tied weights with only an alias below it come last."""
+        """Yield every distinct tensor at or below a module, in the order of `order`. Tied weights whose canonical name is
+        elsewhere, and of which only an alias is below the module, come last.
+        """
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)

@@ -68,7 +68,9 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _gone(self) -> None:
-        """Raise UserError. This is called when futures are cancelled, which happens when the scheduler ends."""
+        """Raise the UserError for a lost scheduler. This is called when Dask has cancelled futures, which happens when the
+        scheduler ends.
+        """
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )

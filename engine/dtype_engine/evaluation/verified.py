@@ -37,10 +37,12 @@ def best(
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
 ) -> SearchReport:
-    """Measure the solutions `found` on the session's inputs, cast the model to the best one, and return a report. For a budget, the
-    best solution has the least drift; with `max_drift`, it is the smallest whose drift does not exceed that limit.
+    """Measure the drift of the solutions `found` on the session's inputs, cast the model to the best one, and return a report. If
+    `max_drift` is None, the best solution is the one with the least drift. Otherwise, it is the smallest one whose drift does not
+    exceed `max_drift`.
 
-    `on_measured(done)` counts measured solutions. Raises OutOfReach if all exceed `max_drift`, and the errors of `Session.drift`.
+    constraints: those of the search, for the report. over: the workers that measure, or None for this process. `on_measured(done)`
+    is called after each measurement. Raises OutOfReach if all exceed `max_drift`, and the errors of `Session.drift`.
     """
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
     wanted = [(recipe, session.settings) for recipe in recipes]

@@ -102,7 +102,9 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Return both continuations of a prompt. In each of them, the first token that differs is in brackets."""
+    """Return how the reference and the cast model continue a prompt, as text. In each continuation, the first token that differs is
+    in brackets.
+    """
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -117,7 +119,7 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """Return a sentence that says where two texts start to differ."""
+    """Return a sentence that says at which token the continuation by the cast model starts to differ from the reference's."""
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
     return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"

@@ -52,7 +52,9 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """Return words that say how many sequences the metrics of modules cover, as in `2 of 6 sequences`, or "" if they cover all."""
+    """Return how many sequences the drift of single modules was measured on, as in `2 of 6 sequences`, or "" if it was measured on
+    all.
+    """
     extent = report.sequences
     if report.modules_sequences >= extent.total:
         return ""
@@ -164,7 +166,7 @@ def share_words(contribution: Contribution) -> str:
 
 
 def causes_footing(report: AttributionReport) -> str:
-    """Return a sentence with the drift of the whole recipe and the sum of the contributions."""
+    """Return a sentence that compares the drift of the whole recipe with the sum of the drifts that single modules cause."""
     together = (
         f", {100 * report.together / report.whole:.0f} % of it" if report.whole and math.isfinite(report.whole) else ""
     )

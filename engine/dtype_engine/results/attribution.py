@@ -131,7 +131,9 @@ class LossRemedy:
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the suggested rules match. Each gets the nearest dtype in which no value becomes infinite or zero."""
+    """The tensors that the suggested rules match. Each gets the nearest dtype in which its values are only rounded, or its stored
+    dtype.
+    """
     planned_bytes_before: int
     """The bytes of the whole model in its planned dtypes, without the suggested rules."""
     planned_bytes: int

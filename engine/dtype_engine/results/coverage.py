@@ -27,7 +27,9 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return sentences about tensors of `model` that the files lack, and tensors of the files that it does not use, or ()."""
+        """Return sentences for the user: one if the files lack tensors of the model, and one if the model does not use tensors of
+        the files. Returns () if neither is so. model: the name of the model class.
+        """
         said = []
         if self.missing:
             said.append(

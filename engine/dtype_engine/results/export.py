@@ -60,8 +60,8 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from the source's tensor after a cast to this dtype with `Tensor.to`; NaN equals NaN. None for a
-    tensor that is not the result of such a cast, because it was decoded from codes with scales.
+    """How many elements differ from those of the source's tensor after it is cast to this dtype with `Tensor.to`; NaN equals NaN.
+    None for a tensor that is not the result of such a cast, because it was decoded from codes with scales.
     """
     max_abs: float
     """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of

@@ -99,8 +99,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that only the architecture has, and for each that only the checkpoint's files have. model:
-    the name of the model class, for the findings.
+    """Return a finding for each tensor that the model's architecture has and the checkpoint's files lack, and for each tensor that
+    the files have and the architecture lacks. coverage: the result of comparing both. model: the name of the model class.
     """
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
     unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
@@ -174,9 +174,11 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
 
 
 def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ. weights: the weights
-    that other programs quantised. broken: modules with an earlier finding. They are skipped, because the earlier finding already
-    explains such a difference.
+    """Yield a finding for each group of layers that runtimes fuse (such as q, k and v) whose members have different quantised
+    formats or different per-tensor scales.
+
+    weights: the weights that other programs quantised. broken: modules about which there is already a finding. Their groups are
+    skipped, because that finding explains the difference.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}

@@ -254,8 +254,8 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype (such as bfloat16) of most elements under the plan. If no tensor is planned in a compute dtype,
-    return that of most elements as stored. planned: dtypes by tensor name.
+    """Return the compute dtype (such as bfloat16) that most elements of these tensors have under the plan or, if none has a compute
+    dtype under the plan, the one that most have as stored. planned: dtypes by tensor name.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
@@ -278,8 +278,8 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Return a mapping from the names of modules of these classes to the canonical names of their castable weights. kinds: names of
-    the classes.
+    """Return the names of the castable weights of all modules of certain classes, keyed by module name. kinds: names of the
+    classes.
     """
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
@@ -302,10 +302,10 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """If the recipe is for a run with quantised activations, return a note on the weights whose activations the tool's file leaves
-    unquantised.
+    """Return a note that says which weights' activations stay unquantised in the tool's file, although the recipe is for a run with
+    quantised activations. Returns () if there are none.
 
-    written: the dtypes of weights for which the file does quantise activations.
+    written: the dtypes of weights whose activations the file does quantise.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):
