@@ -73,9 +73,10 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say what a checkpoint lacks, or () if it is complete.
+    """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
-    model: the class that `coverage` refers to. prefix: a prefix that all tensor names in the files have and the class's names lack.
+    index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
+    class of the model. prefix: a prefix that all tensor names in the files have and those of the class lack.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()

@@ -27,7 +27,9 @@ _POSITIONS = re.compile(r".*positions?(_embeddings)?$")
 _ALWAYS_COUNTS = 1_000
 _ALWAYS_WIDTH = 1_000_000
 _MOST_POSITIONS = 100_000_000
-"""Maximum number of positions: ten times the longest context of any model in 2026. Some models compute one row per position."""
+"""Maximum value of a configuration's number of positions, such as `max_position_embeddings`: ten times the longest context of any
+model in 2026. It is limited because some models compute one row of a table per position.
+"""
 _DEEPEST = 20
 
 

@@ -105,7 +105,9 @@ def divides(shape: Sequence[int], blocks: Blocks) -> bool:
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """Return how many elements of the packed dtype a row of `width` codes occupies. bits: the size of a code in bits."""
+    """Return how many elements a row of `width` codes occupies in a file, after packing: bytes, or 32-bit words. bits: the size of
+    a code in bits.
+    """
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))

@@ -57,7 +57,9 @@ class TensorInfo:
     stored tensors into this one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters that this tensor represents, if it stores a quantised weight. If None, each element is one."""
+    """The number of parameters that this tensor represents, if it stores a quantised weight; "unknown" if that can't be computed.
+    If None, each element of the tensor is one parameter.
+    """
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the tensor as stored, scales included."""

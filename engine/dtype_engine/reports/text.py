@@ -52,7 +52,9 @@ def mix_text(totals: Totals) -> str:
 
 
 def found_text(coverage: Coverage | None) -> str:
-    """Return the text that follows a model's name: the share of its tensors that its files have, or "" if that is unknown."""
+    """Return words that say how many of a model's tensors its files have, to be shown after the model's name, or "" if the number
+    is unknown.
+    """
     return f"; {coverage}" if coverage is not None else ""
 
 
@@ -172,7 +174,9 @@ def speed_text(report: SpeedReport) -> str:
 
 
 def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
-    """Return a row's cells: the median with its range, the tokens per second, and the speed relative to the first row."""
+    """Return the cells of one row of the speed table: the median time with its range, the tokens per second, and the speed relative
+    to the table's first row.
+    """
     cells = [
         f"{seconds_text(row.seconds)} ({seconds_text(row.fastest)} to {seconds_text(row.slowest)}, {row.repeats} passes)"
     ]

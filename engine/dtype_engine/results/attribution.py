@@ -114,13 +114,13 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """If there is no remedy, the reason. Otherwise, a note if the reference has other values that are not finite, or ""."""
+    """Why there is no remedy. If there is one, a note if the reference itself has values that are not finite, otherwise ""."""
     constant: float | None = None
     """A constant in the model's code that the dtype can't represent: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None
-    """The drift of the main output without the remedy."""
+    """The drift of the main output without the rule `remedy`."""
     after: OutputDrift | None = None
-    """The drift of the main output with the remedy, over the same inputs as `before`. None if there is no remedy."""
+    """The drift of the main output with the rule `remedy`, over the same inputs as `before`. None if there is no such rule."""
 
 
 @dataclass(frozen=True, slots=True)

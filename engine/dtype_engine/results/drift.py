@@ -239,7 +239,9 @@ class Extent:
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
-        """Return whether `error` is at most `precision`, or all inputs were run. If `precision` is None, only the latter counts."""
+        """Return whether the metrics are precise enough: all inputs were run, or `error` is at most `precision`. If `precision` is
+        None, all inputs must have been run.
+        """
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
@@ -299,7 +301,9 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, with the number of sequences that were run if not all were run, and of padding."""
+        """A description of the inputs. It says how many sequences were run, if not all were, and how many positions were left out
+        as padding.
+        """
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
         return words + run.left_out_text

@@ -73,7 +73,7 @@ class Conversion:
     text: str
     """The content of the file that the other tool reads."""
     patterns: tuple[tuple[str, str], ...]
-    """Each pattern in the tool's syntax with the dtype that its tensors get."""
+    """Pairs of a pattern in the tool's syntax and the dtype that the tensors matched by it get."""
     base: str | None
     """The dtype of all tensors that no pattern matches, or None if the tool has no default dtype."""
     left_out: tuple[Unsupported, ...]
@@ -183,13 +183,12 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Return the weights that the tool named `tool` can quantise as planned, and the tensors to which it can't give their planned
-    dtype.
+    """Split a plan into what the tool named `tool` can do, and return the result: the weights that it can quantise as planned, one
+    dtype for all other tensors, and the tensors to which it can't give their planned dtype.
 
-    The tool quantises the `weight` of modules of the classes `kinds` to the dtypes `formats`, and loads everything else in one
-    dtype. by_transformers: whether transformers loads the model, which keeps modules in float32 if the model's code requires this.
-    also: a further check, called with a module and a dtype. It returns why the tool can't quantise the module's weight to this
-    dtype, or None.
+    formats: the dtypes to which the tool quantises. kinds: the module classes whose `weight` it quantises. by_transformers: whether
+    transformers loads the model, which keeps modules in float32 if the model's code requires this. also: a further check, called
+    with a module and a dtype. It returns why the tool can't quantise the module's weight to this dtype, or None.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()

@@ -54,7 +54,9 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return a mapping from the name of each module whose class diffusers casts as a whole to the names of its castable tensors."""
+    """Return the names of the castable tensors in each module that diffusers casts as a whole because of its class, keyed by module
+    name.
+    """
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -78,10 +80,8 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return a pair of dtypes, one for storing weights and one for computing.
-
-    With this pair, the fewest elements deviate from their planned dtype. leaves: the names of the castable tensors in each module
-    that diffusers casts as a whole.
+    """Return (dtype to store weights in, dtype to compute in), chosen so that the fewest elements deviate from their planned dtype.
+    leaves: the names of the castable tensors in each module that diffusers casts as a whole.
     """
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]

@@ -110,8 +110,8 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantise a tensor: a matrix named `weight` whose name `_KEPT` does not match. infos: the
-    model's tensors that the GGUF tensor `name` packs.
+    """Return whether llama-quantize can quantise a GGUF tensor: it must be a matrix named `weight` that `_KEPT` does not match.
+    name: its name in GGUF. infos: the model's tensors that it packs.
     """
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
