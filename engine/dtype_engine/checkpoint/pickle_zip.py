@@ -139,7 +139,9 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Raise UserError if records overlap. A record's local header says where its bytes begin; the directory does not."""
+    """Raise UserError if the bytes of two records overlap. Where they begin is read from the header in front of each record,
+    because the central directory of the zip archive does not say it.
+    """
     end, before = 0, ""
     with open(path, "rb") as file:
         for record in sorted(records, key=lambda record: record.header_offset):

@@ -316,8 +316,8 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""Two limits for views of a storage: bytes, and repeats of the storage. A view that exceeds both is refused: no weight is such a
-view, and reading the view would take days.
+"""A tensor that repeats the bytes of its storage, as `expand` makes it, is refused if it is larger than both of these: this number
+of bytes, and this many times its storage. No weight is such a tensor, and reading it would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3

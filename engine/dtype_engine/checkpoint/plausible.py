@@ -64,8 +64,8 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number of a configuration, including nested ones. A list yields its largest number.
-    before, depth: the prefix of the names and the nesting depth, for nested configurations.
+    """Yield (dotted name, number) for every number of a configuration, including nested configurations. A list of numbers yields
+    only its largest number. before: what the names begin with. depth: how deeply this configuration is nested.
     """
     for key, value in config.items():
         name = f"{before}{key}"

@@ -31,7 +31,9 @@ def ended_by(error: BaseException) -> int:
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """Make SIGHUP and SIGTERM raise `EndedBySignal` within the block. A signal that is ignored, as under nohup, stays ignored."""
+    """A context manager under which SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup, stays
+    ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return

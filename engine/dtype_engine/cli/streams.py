@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""The standard streams and their modes, keyed by file descriptor."""
+"""The names and modes of the standard streams, in the order of their file descriptors: 0, 1, 2."""
 _answers: list[TextIO] = []
 """Streams to which running commands write their results, the innermost command's stream last. While the list is empty, results go
 to `sys.stdout`.

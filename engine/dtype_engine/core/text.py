@@ -1,4 +1,6 @@
-"""Makes text from files and engines safe to show, so that it can't send control sequences to the terminal or move what is drawn."""
+"""Makes text from files and engines safe to show, so that it can't send control sequences to the terminal or disturb the layout of
+the screen.
+"""
 
 from __future__ import annotations
 

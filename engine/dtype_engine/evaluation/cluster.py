@@ -15,7 +15,9 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""Number of evaluations to submit at a time for each worker. It is above one, so that workers which join later also get some."""
+"""How many evaluations are submitted at a time for each worker. It is more than one, so that there is also work for workers that
+join later.
+"""
 
 
 class DaskPool:

@@ -30,7 +30,7 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""If all workers end this many times in a row before any of them returns a result, the pool gives up."""
+"""The pool gives up if this many times in a row all workers end before any of them returns a result."""
 _PROCESS_BYTES = 700 << 20
 """Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
 
@@ -47,7 +47,8 @@ class Pool(Protocol):
 
 
 class ProcessPool:
-    """A context manager for processes on this machine. Each opens the model from the mapped files, so they share the files' pages.
+    """A context manager that starts worker processes on this machine. Each opens the model by mapping its files into memory, so all
+    processes share these memory pages.
 
     gpus: names of GPUs as in `CUDA_VISIBLE_DEVICES`; each process uses one of them.
     """
@@ -172,8 +173,8 @@ def fitting(workers: int, private: int) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ...
-    environment: the environment variables.
+    """Return the names of the first `count` GPUs that this process may use: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise
+    0, 1, ... environment: the environment variables.
     """
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))

@@ -31,7 +31,9 @@ _deadline: ContextVar[tuple[float, float] | None] = ContextVar("deadline", defau
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Limit the total time of all matching in the block to `seconds`. An outer limit that ends earlier still applies."""
+    """A context manager that limits the total time of all matching in its block to `seconds`. An outer limit that ends earlier
+    still applies.
+    """
     ends = time.perf_counter() + seconds
     outer = _deadline.get()
     token = _deadline.set((ends, seconds) if outer is None or ends < outer[0] else outer)

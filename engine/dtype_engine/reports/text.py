@@ -133,7 +133,7 @@ def _one_line(text: str) -> str:
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """Return one line for each tensor whose values the casts change, with the errors of its cast, in order of decreasing SQNR."""
+    """Return one line for each tensor with values that its cast changes: the errors of the cast. The highest SQNR comes first."""
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")

@@ -82,7 +82,9 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return lines with a word that rates the drift and, if `floor` is given, the noise floor and how it was measured."""
+    """Return lines that rate the drift with a word such as "small" and, if `floor` is given, say what the noise floor is and how it
+    was measured.
+    """
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -125,7 +127,9 @@ def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return a sentence about the values beyond the dtype's range or a constant the dtype can't hold, or "" if both are unknown."""
+    """Return a sentence about the values that the dtype can't hold: values beyond its range, or a constant in the model's code.
+    Returns "" if they are unknown.
+    """
     if diagnosis.constant is not None and diagnosis.limit is not None:
         if abs(diagnosis.constant) > 1:
             beyond = f"is beyond the range of {diagnosis.dtype}, which holds up to {diagnosis.limit:.5g}"

@@ -38,8 +38,8 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift is at most the floor, and so only noise. The two are compared by mean KL if both have it,
-        otherwise by SQNR.
+        """Return whether a drift may be only noise, because it is not above the noise floor. The drift and the floor are compared
+        by mean KL if both have one, otherwise by SQNR.
         """
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
@@ -55,9 +55,11 @@ class Contribution:
     name: Name
     """The name of the module or of the subtree's topmost module."""
     modules: int
-    """How many modules that use weights it contains: 1 for a single module."""
+    """How many modules with weights the subtree contains; 1 for a single module."""
     drift: float
-    """The drift of the main output if only this module or subtree is cast, in the report's unit. Infinite if it is not finite."""
+    """The drift of the main output, in the report's unit, if only this module or subtree is cast. It is infinity if the output is
+    not finite.
+    """
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None

@@ -11,7 +11,9 @@ from dtype_engine.core.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many of the tensors that a model or an index lists are in the files."""
+    """Which of a model's tensors are in its files. The tensors of the model are known from its architecture or from the
+    checkpoint's index.
+    """
 
     expected: int
     missing: tuple[str, ...] = ()

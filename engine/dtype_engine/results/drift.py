@@ -186,7 +186,9 @@ class ImplicitCastStats:
 
     @property
     def in_torch(self) -> str:
-        """One word for what plain torch does here: `promotes` or `raises`, or `rounded` if the setting rounds an activation."""
+        """One word for what plain torch does with these dtypes: it `promotes` or `raises`. For an activation that was rounded
+        because of the setting `quantize_activations`, the word is `rounded`.
+        """
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
@@ -199,7 +201,9 @@ class Seconds:
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """Whether the candidate's passes skipped modules with unchanged outputs, so that `candidate` is no time of whole passes."""
+    """Whether the candidate's passes skipped modules whose outputs were known. If so, `candidate` is less than the time of whole
+    passes.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

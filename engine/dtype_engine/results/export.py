@@ -89,7 +89,7 @@ class CastReport:
     """Weights that could not be compared, because this program does not decode their codes, each with the reason."""
     seconds: float
     unchecked: tuple[str, ...] = ()
-    """A sentence for each property that was not compared."""
+    """Sentences for the user about what was not compared, and may differ."""
 
     @property
     def same(self) -> bool:
@@ -116,7 +116,7 @@ class VerifyReport:
     drift_after: OutputDrift | None = None
     """The drift of the weights loaded from the export, against the same reference as `drift_before`."""
     unchecked: tuple[str, ...] = ()
-    """A sentence for each property that was not compared."""
+    """Sentences for the user about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()
     """The weights with values that their cast made infinite or zero, as recorded in the export's recipe file."""
 

@@ -39,8 +39,8 @@ class ValueLoss:
     elements: int
     """The number of elements of the tensor."""
     channels: int = 0
-    """The number of output channels that lost more than half of their nonzero values. A channel is a row of the first dimension, a
-    vector is one channel, and in a block format a row of blocks is one.
+    """The number of output channels in which more than half of the nonzero values became zero. A channel is an index of the
+    tensor's first dimension. A vector counts as one channel and, in a block format, a row of blocks does.
     """
     saturated: int = 0
     """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""

@@ -44,9 +44,11 @@ _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield findings for codes that lack their scales or another required tensor, and for scales that lack their codes.
+    """Yield a finding for each tensor of quantised codes that lacks its scales or another required tensor, and for each tensor of
+    scales that lacks its codes.
 
-    weights: all weights with codes and scales. parts: the names of all tensors that belong to these weights.
+    tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. parts: the names of all
+    tensors that belong to these weights.
     """
     for weight in weights:
         for suffix in _needed(weight, tensors):
@@ -204,8 +206,9 @@ def _scale_shapes(
 
 
 def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Return the shape that the scales of a GPTQ or AWQ weight must have, given the shape of the codes. GPTQ packs codes along the
-    inputs, AWQ along the outputs. Returns () if the configuration does not give bits and group size.
+    """Compute the shape that the scales of a GPTQ or AWQ weight must have. GPTQ packs codes along the inputs, AWQ along the
+    outputs. Returns a tuple with this shape, or () if the configuration does not give bits and group size. codes: the shape of the
+    codes.
     """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}

@@ -23,7 +23,7 @@ _PIECE = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class ScaleCounts:
-    """Numbers of invalid scales in a tensor."""
+    """How many scales of a tensor are NaN, infinite, zero and negative."""
 
     nan: int = 0
     infinite: int = 0
@@ -40,8 +40,8 @@ class ScaleCounts:
 
 
 def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
-    """Yield the bytes of a range of a file in pieces. Raises UserError if the file can't be read or is too short. nbytes: the size
-    of a piece.
+    """Read a range of a file, and yield its bytes in pieces of `nbytes` bytes. Raises UserError if the file can't be read or is too
+    short.
     """
     with reading(where.file), open_regular(where.file) as file:
         file.seek(where.start)

@@ -48,7 +48,8 @@ _KEPT = re.compile(
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
-"""The gguf names of architectures whose `model_type` in config.json differs from that name."""
+"""Maps the `model_type` in config.json to the gguf package's name of the architecture, for architectures with two different names.
+"""
 
 
 def convert(context: Context) -> Conversion:
@@ -150,10 +151,10 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor. lookup: returns the GGUF name of a module's
-    name, or None.
+    """Return the names of the GGUF tensors that hold the values of a tensor. There are two if transformers packs a gate projection
+    and an up projection into the tensor. A layer's experts all have the same GGUF name, because GGUF packs them into one tensor.
 
-    A tensor in which transformers packs a gate projection and an up projection has two GGUF names.
+    lookup: a function that returns the GGUF name of a module, given its name in transformers, or None.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]
