@@ -86,7 +86,9 @@ def _last(tensor: Stored) -> int:
 
 
 def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters in an MLX weight. The configuration may set bits and group size for individual modules."""
+    """Return the number of parameters in a weight that MLX packed, or "unknown". codes, scale: its codes and scales. config: the
+    content of config.json, which gives bits and group size for the model or for a single module.
+    """
     declared = config.get("quantization") or config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return "unknown"
@@ -101,7 +103,9 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
 
 
 def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters that compressed-tensors has packed into the words or bytes of a weight's codes."""
+    """Return the number of parameters in a weight of compressed-tensors, which packs several of them into each word or byte of the
+    codes. codes, scale: the weight's codes and scales. config: the content of config.json, which may give the number of bits.
+    """
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
         values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)

@@ -137,7 +137,9 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _verify_foreign(path: Path, source: Source, options: Options, as_object: bool) -> int:
-    """Compare a checkpoint of another program with its source, print the result, and return the exit status."""
+    """Compare a checkpoint that another program wrote with its source, print the result, and return the exit status. path: that
+    checkpoint. options: how both are opened. as_object: whether to print the result as JSON.
+    """
     from dtype_engine.runtime.verify.foreign import compare_foreign
 
     report = compare_foreign(path, source, options, _rate("comparing"))

@@ -26,7 +26,7 @@ class ReaderGone(Exception):
 
 class _StandardOutput(io.FileIO):
     """A copy of standard output that raises ReaderGone or UserError, and never OSError, if a write fails. click ends the program
-    for any OSError, so an OSError could come from a model's own files as well.
+    for any OSError, and can't tell a failed write from an error in a model's own files.
 
     After an error it discards all output, because Python flushes the buffer once more at exit.
     """

@@ -73,7 +73,9 @@ def is_taken(typed: str) -> bool:
 
 
 def _rename_new(temporary: str, path: Path) -> None:
-    """Rename a file to a name that must be free. Uses a hard link, which fails if the name is taken, while a rename overwrites."""
+    """Rename a temporary file to `path`, and fail if this name is taken. A plain rename would overwrite the other file, so a hard
+    link is made instead if the file system has links.
+    """
     try:
         os.link(temporary, path)
     except FileExistsError:

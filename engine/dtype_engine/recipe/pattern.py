@@ -209,7 +209,9 @@ def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
 
 
 def _class_end(text: str, opened: int) -> int | None:
-    """Return the index at which `[...]` closes, or None if it never does, which makes the bracket an ordinary character."""
+    """Return the index of the `]` that closes a character class such as `[0-9]`, or None if there is none. The opening bracket is
+    then an ordinary character. text: the pattern. opened: the index of the opening bracket.
+    """
     at = opened + 1
     if text[at : at + 1] == "!":
         at += 1

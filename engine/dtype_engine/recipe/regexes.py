@@ -64,8 +64,9 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches, without limits on length and repeat counts. Use this
-    only for expressions that are cheap to compile. The arguments and errors are those of `compile_regex`.
+    """Compile an expression to a function that returns whether a name matches. In contrast to `compile_regex`, it does not limit
+    the length of the expression and its repeat counts, so use it only for expressions that are cheap to compile. The arguments and
+    errors are the same.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 

@@ -114,7 +114,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
 
 
 def _packed_experts(tree: Tree, name: str) -> bool:
-    """Return whether this weight packs the experts of a layer, which the files store separately."""
+    """Return whether the weight `name` packs all experts of a layer into one tensor, and the files store each separately."""
     tensor = tree.tensors[name]
     return (
         len(tensor.shape) == 3

@@ -83,7 +83,8 @@ def floor_text(floor: NoiseFloor) -> str:
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
     """Return lines that rate the drift with a word such as "small" and, if `floor` is given, say what the noise floor is and how it
-    was measured.
+    was measured. output: the drift of the main output. modules: the drift of the modules, which may differ although the output does
+    not.
     """
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:

@@ -305,8 +305,8 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs. It says how many sequences were run, if not all were, and how many positions were left out
-        as padding.
+        """A description of the inputs. If not all sequences were run, it says how many were. If positions were left out as padding,
+        it says how many.
         """
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"

@@ -58,8 +58,8 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings.
 
-    title, against_title: the names of both checkpoints in the report. against: the source checkpoint, which should have the same
-    tensors. values: whether to read also the values of all tensors. Raises UserError if a file can't be read.
+    title, against_title: the names of `checkpoint` and `against` in the report. against: the source checkpoint, which should have
+    the same tensors. values: whether to read the values of all tensors, too. Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
     tensors, config = checkpoint.foreign, checkpoint.config or {}

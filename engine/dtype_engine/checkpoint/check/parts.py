@@ -160,7 +160,8 @@ def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
     """Return all shapes that the scales of a weight may have, or () if the weight's quantisation layout does not determine them.
-    codes, scale: the shapes of the codes and of the scales in the file.
+    codes, scale: the shapes of the codes and of the scales in the file. tensors: all tensors of the checkpoint, by name. config:
+    the content of config.json, which may give the block size.
     """
     if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
         return ()  # these are in the order of the tensor cores, and padded

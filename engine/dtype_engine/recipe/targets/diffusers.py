@@ -29,7 +29,9 @@ KINDS = frozenset(
     {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
 )
 STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
-"""The dtypes in which `.to()` can store weights. Integers are excluded, because without scales all values would be lost."""
+"""The dtypes in which `.to()` can store weights usefully. Integers are excluded, because without scales they would round most
+weights to zero.
+"""
 
 
 def convert(context: Context) -> Conversion:
