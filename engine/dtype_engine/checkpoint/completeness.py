@@ -28,9 +28,9 @@ class IndexReport:
     """The differences between an index and the files of its folder."""
 
     found: int
-    """The number of tensors that the index names and that one of the index's files holds."""
+    """The number of tensors that the index names and that are in one of the index's files."""
     missing: tuple[tuple[str, str], ...] = ()
-    """(tensor name, file name in the index) for each tensor that the index names and none of the index's files holds."""
+    """(tensor name, file name in the index) for each tensor that the index names but that is in none of the index's files."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
     """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is not in the file that

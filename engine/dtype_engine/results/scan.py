@@ -130,7 +130,7 @@ class SearchReport:
     lost: tuple[ValueLoss, ...] = ()
     """The weights with values that the recipe's casts make infinite or zero, or clip, with the numbers of such values."""
     candidates: tuple[Candidate, ...] = ()
-    """The recipes that the search measured to choose the recipe of this report."""
+    """The recipes that the search measured. The best of them is the recipe of this report."""
     held_out: str | None = None
     """A description of the inputs on which the candidates were measured."""
     coverage: Coverage | None = None

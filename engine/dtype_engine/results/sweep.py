@@ -18,7 +18,7 @@ class SweepRow:
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """The drift of the recipe in the unit of the report, by which recipes are ranked; infinity if the output is not finite."""
+    """The drift by which recipes are ranked, in the report's unit. It is infinity if the output is not finite."""
     best: bool
     """Whether the output is finite and no other recipe is at least as good in planned bytes and drift and better in one of them."""
     output: OutputDrift
