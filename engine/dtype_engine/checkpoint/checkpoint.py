@@ -48,7 +48,7 @@ class Checkpoint:
     notices: tuple[str, ...] = ()
     """Sentences about the checkpoint that the user should see."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each weights file before anything was read from it."""
+    """The size, modification time and inode of each weights file, recorded before anything was read, to detect later changes."""
     components: tuple[Component, ...] = ()
     """The folders of a diffusers pipeline that hold weights."""
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -80,13 +80,15 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the stored dtype of a weight, given its key in `weights`. With a single scale, the dtype ends in `@tensor`."""
+        """Return the stored dtype of a weight. name: a key in `weights`. If one scale covers the whole weight, the returned name
+        ends in `@tensor`.
+        """
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the keys of `weights` that hold the values of a tensor of the module tree: several keys if the model loader packs
-        several tensors of the files into this one, and none if the files lack it.
+        """Return the names under which `weights` holds the values of a tensor of the module tree. There are several names if the
+        model's loader packs several tensors of the files into this tensor, and none if the files lack it.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
@@ -118,7 +120,9 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files except the codes and scales of the weights in `quantized`."""
+        """All tensors in the files, except codes and scales that this program's own export wrote (those of the weights in
+        `quantized`).
+        """
         own = self._own_parts
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 

@@ -28,12 +28,14 @@ class IndexReport:
     """The differences between an index and the files of its folder."""
 
     found: int
-    """The number of tensors that the index names and that one of the index's files holds."""
+    """The number of tensors that the index names and that are in one of the index's files."""
     missing: tuple[tuple[str, str], ...] = ()
-    """(tensor name, file name in the index) for each tensor that the index names and none of the index's files holds."""
+    """(tensor name, file name in the index) for each tensor that the index names but that is in none of the index's files."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is in another file."""
+    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is not in the file that
+    the index names.
+    """
     unnamed: tuple[str, ...] = ()
     """Names of the tensors that are in the index's files but not in the index."""
 
@@ -71,9 +73,10 @@ class IndexReport:
 def what_is_missing(
     index: IndexReport | None, coverage: Coverage | None, model: str, prefix: str = ""
 ) -> tuple[str, ...]:
-    """Return sentences that say what a checkpoint lacks, or () if it is complete.
+    """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
-    model: the class that `coverage` refers to. prefix: a prefix that all tensor names in the files have and the class's names lack.
+    index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
+    class of the model. prefix: a prefix that all tensor names in the files have and those of the class lack.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()

@@ -29,7 +29,7 @@ PIPELINE_INDEX = "model_index.json"
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A pipeline folder that holds weights."""
+    """A component of a diffusers pipeline that has weights, such as the UNet: a subfolder of the pipeline, with its files."""
 
     name: str
     folder: Path

@@ -27,7 +27,7 @@ class LocalModel:
     nbytes: int | None
     """The size of the model's weights files in bytes, or None if it is unknown."""
     modified: float
-    """The time of the last change in seconds since 1970."""
+    """The time at which the model's files were last changed, in seconds since 1970."""
 
 
 def find_models(folder: Path) -> list[LocalModel]:

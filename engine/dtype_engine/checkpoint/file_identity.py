@@ -62,7 +62,8 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
 
 @contextmanager
 def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
-    """Check that the files are unchanged before and after the block, which reads them.
+    """A context manager for a block of code that reads `files`. It checks that the files have not changed since they were opened,
+    once before the block and once after it.
 
     Raises UserError, which names a changed file and how it has changed. This error replaces any error that the block raised.
     """

@@ -16,7 +16,9 @@ FileKind = Literal["safetensors", "pickle", "gguf"]
 
 
 def kind_of(path: Path) -> FileKind | None:
-    """Return the kind of a weights file, or None for any other file, anything but a regular file, and an unreadable file."""
+    """Return the kind of a weights file: "safetensors", "pickle" or "gguf". Returns None if the file is of no such kind, is not a
+    regular file, or can't be read.
+    """
     suffix = path.suffix
     if suffix == ".safetensors":
         return "safetensors"

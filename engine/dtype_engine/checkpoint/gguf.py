@@ -75,8 +75,8 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Return whether the gguf package can dequantize the type `kind`, by trying it on one block of `nbytes` bytes. `known` caches
-    the results by the type's name.
+    """Try whether the gguf package can dequantize a type of tensor, and return the result. kind: the type, such as Q4_K. nbytes:
+    the size of one of its blocks, on which this is tried. known: earlier results by the type's name, to which the result is added.
     """
     if kind.name not in known:
         import numpy
@@ -93,8 +93,9 @@ def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
 
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
-    """Raise UserError if `tensors`, by name, share bytes. Gaps are allowed, because tensors begin at multiples of the file's
-    alignment. data_start: the offset of the first byte after the header.
+    """Raise UserError if the byte ranges of two tensors of a GGUF file overlap. Gaps between them are allowed, because tensors
+    begin at multiples of the file's alignment. tensors: those of the file, by name. data_start: the offset of the first byte after
+    the header.
     """
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):

@@ -36,7 +36,9 @@ class Stored(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names that one program gives to a quantised weight's tensors. Each name is a stem followed by one of these suffixes."""
+    """The names that one quantisation program gives to the tensors of a weight: a stem that all of them share, followed by one of
+    the suffixes below.
+    """
 
     what: str
     """Words that complete the sentence "a weight that is ...", to describe the weight to the user."""
@@ -48,7 +50,8 @@ class Layout:
     more: tuple[str, ...] = ()
     """Suffixes of optional tensors other than codes and scales, such as zero points."""
     beside: tuple[str, ...] = ()
-    """Suffixes of optional tensors that are appended to the module's name. The other suffixes are appended to the weight's stem."""
+    """Suffixes of optional tensors whose names are the module's name with the suffix. All other suffixes follow the weight's stem.
+    """
     alone: tuple[str, ...] = ()
     """Suffixes that no plain tensor has. A tensor with such a suffix is part of a quantised weight, even if other parts are
     missing.
@@ -157,7 +160,9 @@ class PackedWeight:
 
 
 def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
-    """Return the quantised weights whose codes and scales are both among these tensors. tensors: those of a file, by name."""
+    """Find the weights that other programs quantised, by the names and dtypes of their tensors. Weights that lack their codes or
+    their scales are left out. tensors: all tensors of a file, by name.
+    """
     found = []
     for name in tensors:
         if not name.endswith(_SCALE_ENDS):
@@ -174,9 +179,11 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return a mapping from the name of each tensor that belongs to a weight quantised by another program to the reason why it is
-    never cast. tensors: those of a file, by name. config: the content of config.json, whose description of the method is then part
-    of the reason.
+    """Return why tensors are never cast, keyed by tensor name, for those tensors that belong to a weight which another program
+    quantised.
+
+    tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantisation method, the
+    reasons contain this description.
     """
     described = declared_scheme(config)
     found: dict[str, str] = {}
@@ -211,7 +218,9 @@ def declared_method(config: Mapping[str, Any] | None) -> str | None:
 
 
 def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
-    """Return the scheme that `quantization_config` declares, in words that complete "a weight that is ...", or None."""
+    """Return how `quantization_config` says that the weights are quantised, such as "quantised by gptq, 4 bit", or None if it says
+    nothing. The words complete "a weight that is ...".
+    """
     method = declared_method(config)
     if method is None:
         return None
@@ -223,5 +232,7 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
-    """Return the names of all tensors in `tensors`, by name, that are parts of these weights."""
+    """Return the names of all tensors of a file that store one of these weights: codes, scales, zero points and so on. weights: the
+    weights that another program quantised. tensors: all tensors of the file, by name.
+    """
     return {name for weight in weights for name in weight.names if name in tensors}

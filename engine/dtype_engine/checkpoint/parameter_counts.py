@@ -26,16 +26,17 @@ from dtype_engine.checkpoint.packed_weights import (
 )
 
 Count = int | Literal["unknown"] | None
-"""The number of parameters that a tensor represents. If None, each element of the tensor is one parameter."""
+"""The number of parameters that a tensor represents, or "unknown". None means one parameter for each element of the tensor."""
 
 
 def parameters_meant(
     tensors: Mapping[str, Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
-    """Return the number of parameters that each part of a quantised weight represents, by the part's name.
+    """Return the number of parameters that each tensor of a quantised weight represents, keyed by tensor name. The codes represent
+    all parameters of the weight, so the number is 0 for its other tensors, such as scales and zero points.
 
-    The number is 0 for scales, zero points and descriptions. parts: the names of the parts. tensors: all tensors, with their shapes
-    in the files.
+    parts: the names of the tensors to count, which all belong to quantised weights. tensors: all tensors of the file, with the
+    shapes that they have in it. config: the content of config.json.
     """
     counts: dict[str, Count] = dict.fromkeys(parts, 0)
     for weight in packed_weights(tensors):
@@ -85,7 +86,9 @@ def _last(tensor: Stored) -> int:
 
 
 def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters in an MLX weight. The configuration may set bits and group size for individual modules."""
+    """Return the number of parameters in a weight that MLX packed, or "unknown". codes, scale: its codes and scales. config: the
+    content of config.json, which gives bits and group size for the model or for a single module.
+    """
     declared = config.get("quantization") or config.get("quantization_config")
     if not isinstance(declared, Mapping):
         return "unknown"
@@ -100,7 +103,9 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
 
 
 def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters that compressed-tensors has packed into the words or bytes of a weight's codes."""
+    """Return the number of parameters in a weight of compressed-tensors, which packs several of them into each word or byte of the
+    codes. codes, scale: the weight's codes and scales. config: the content of config.json, which may give the number of bits.
+    """
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32
         values = _last(scale) * (16 if scale.dtype.startswith("float8_e4m3") else 32)
@@ -116,7 +121,9 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
 
 
 def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the distinct (bit width, group size) of the packed integers that the groups of `quantization_config` declare."""
+    """Return the distinct pairs (bits per value, group size) with which integer weights are packed, as `config_groups` in the
+    `quantization_config` of a configuration declares them. The group size is None if it is not declared.
+    """
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None
     found = set()

@@ -41,7 +41,7 @@ def some_opcodes(pickled: bytes | BinaryIO) -> Iterator[tuple[Any, Any, int | No
 
 
 def cut_in_pickle(path: Path) -> UserError:
-    """Return the error for a file that ends before its pickle does."""
+    """Return the UserError for a file that ends in the middle of its pickle."""
     return UserError(f"{path} is cut short: it ends in the middle of its pickle; copy or download it again")
 
 

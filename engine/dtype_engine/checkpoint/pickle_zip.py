@@ -24,7 +24,9 @@ _LARGEST_PICKLE = 100_000_000
 _MOST_DEFLATED = 1032
 """The maximum compression ratio of deflate according to zlib. It may be exceeded slightly in the first bytes."""
 _LOCAL = struct.Struct("<4s22xHH")
-"""The header before a record's bytes: a signature, the length of the name, and the length of the extra fields."""
+"""The fields that are read from the local header before a record's bytes: the signature, the length of the record's name, and the
+length of the extra data after the name.
+"""
 _STORAGES = {
     "UntypedStorage": 1, "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "QInt8Storage": 1, "QUInt8Storage": 1,
     "QUInt4x2Storage": 1, "QUInt2x4Storage": 1, "ShortStorage": 2, "HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4,
@@ -137,7 +139,9 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Raise UserError if records overlap. A record's local header says where its bytes begin; the directory does not."""
+    """Raise UserError if the bytes of two records overlap. Where they begin is read from the header in front of each record,
+    because the central directory of the zip archive does not say it.
+    """
     end, before = 0, ""
     with open(path, "rb") as file:
         for record in sorted(records, key=lambda record: record.header_offset):
@@ -239,8 +243,8 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
 
 
 def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
-    """Apply an opcode that does not concern storages: remove the objects that it consumes, and push a placeholder per result.
-    marks: the heights of the stack at which a MARK opcode was met.
+    """Simulate an opcode of a pickle that does not concern storages. Removes from the stack the objects that the opcode takes, and
+    pushes a placeholder for each of its results. marks: the heights of the stack at which a MARK opcode was met.
     """
     before = [kind.name for kind in opcode.stack_before]
     if "mark" in before:

@@ -186,8 +186,8 @@ def load_pickle(path: Path, trust: bool) -> Any:
 
 @contextlib.contextmanager
 def _modules_of_this_folder() -> Iterator[None]:
-    """Let imports find code in the current folder, as `python` does, because a trusted pickle may name modules that its author
-    wrote.
+    """A context manager under which imports also find modules in the current folder, as they do when `python` runs a script there.
+    A trusted pickle may refer to modules that its author wrote.
     """
     here = os.getcwd()
     added = here not in sys.path
@@ -316,8 +316,8 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""Two limits for views of a storage: bytes, and repeats of the storage. A view that exceeds both is refused: no weight is such a
-view, and reading the view would take days.
+"""A tensor that repeats the bytes of its storage, as `expand` makes it, is refused if it is larger than both of these: this number
+of bytes, and this many times its storage. No weight is such a tensor, and reading it would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3
@@ -326,8 +326,8 @@ _LONGEST_PLACE = 200
 
 
 def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
-    """Count the tensors of a loaded pickle that are not in `chosen`. Returns their number and the path of the first one's
-    container.
+    """Count the tensors of a loaded pickle that are not in `chosen`, the mapping that was taken as the model's weights. Returns
+    (number of these tensors, path of the first of them, such as `optimizer.state.0`).
     """
     import torch
 

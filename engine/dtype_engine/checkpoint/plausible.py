@@ -27,7 +27,9 @@ _POSITIONS = re.compile(r".*positions?(_embeddings)?$")
 _ALWAYS_COUNTS = 1_000
 _ALWAYS_WIDTH = 1_000_000
 _MOST_POSITIONS = 100_000_000
-"""Maximum number of positions: ten times the longest context of any model in 2026. Some models compute one row per position."""
+"""Maximum value of a configuration's number of positions, such as `max_position_embeddings`: ten times the longest context of any
+model in 2026. It is limited because some models compute one row of a table per position.
+"""
 _DEEPEST = 20
 
 
@@ -62,8 +64,8 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
-    """Yield (dotted name, number) for every number of a configuration, including nested ones. A list yields its largest number.
-    before, depth: the prefix of the names and the nesting depth, for nested configurations.
+    """Yield (dotted name, number) for every number of a configuration, including nested configurations. A list of numbers yields
+    only its largest number. before: what the names begin with. depth: how deeply this configuration is nested.
     """
     for key, value in config.items():
         name = f"{before}{key}"

@@ -121,7 +121,7 @@ def _located(model: str | None, trust_pickle: bool, download: bool, python_only_
 
 
 def _json_files(path: Path) -> tuple[FileIdentity, ...]:
-    """Return the current state of a checkpoint's configuration and index files."""
+    """Return the state (size, modification time, ...) of a checkpoint's configuration and index files, to detect later changes."""
     folder = path if path.is_dir() else path.parent
     files = sorted(folder.glob("*.json")) if path.is_dir() else [folder / "config.json"]
     return tuple(FileIdentity.of(file) for file in files if file.is_file())

@@ -126,7 +126,7 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """The parts of the result of `dtype-engine drift` that are not in the `DriftReport`."""
+    """What `dtype-engine drift` prints in addition to the `DriftReport`: the noise floor, the causes, and remedies."""
 
     floor: NoiseFloor | None
     """The noise floor, or None if it was not measured."""
@@ -145,8 +145,8 @@ class _Details:
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
-        """Return these details as the lines that follow the lines of the drift report. reached: the verdict on each limit that the
-        user set.
+        """Return these details as lines to print after those of the drift report. reached: for each limit that the user set,
+        whether the drift meets it.
         """
         from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
         from dtype_engine.reports.text_losses import remedy_lines
@@ -165,7 +165,9 @@ class _Details:
 
 
 def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
-    """Return, for each module, the output's drift if only this module is cast. Uses workers if requested. Raises UserError."""
+    """Measure, for each module, how much the output drifts if only this module is cast, and return the report. workers: the value
+    of --workers, or None to measure in this process. Raises UserError.
+    """
     if workers is None:
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work
@@ -178,8 +180,10 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure and return the details of a report: the noise floor if the drift may be below it, the reason if values are not
-    finite, and a remedy for lost values if `suggest` is set.
+    """Return what is printed in addition to a drift report, and measure what is missing: the noise floor if the drift may be below
+    it, the cause if values are not finite and, if `suggest` is set, rules against casts that make values infinite or zero.
+
+    attribution: the report on the causes of the drift, or None if the user did not ask for it.
     """
     option = session.options.floor
     floor = None
@@ -191,8 +195,8 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Report each missed limit on standard error. reached: the verdict on each limit. Returns the exit status, which is 1 if a
-    limit was missed.
+    """Report each limit on the drift that was missed on standard error, and return the exit status, which is 1 if there is one.
+    reached: for each limit that the user set, whether the drift meets it.
     """
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
@@ -212,7 +216,9 @@ def _save_measured(session: Session, report: DriftReport, file: Path, force: boo
 
 
 def _generation(text: Generation) -> dict[str, Any]:
-    """Return the generated texts as JSON: both texts, and the index of the first token that differs, or null if none differs."""
+    """Return as JSON how the reference and the cast model continue a prompt: both texts, and the index of the first token that
+    differs, or null if none differs.
+    """
     return {
         "prompt": text.prompt,
         "reference": as_json(text.reference) | {"text": text.reference.text},

@@ -137,7 +137,9 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
 
 
 def _verify_foreign(path: Path, source: Source, options: Options, as_object: bool) -> int:
-    """Compare a checkpoint of another program with its source, print the result, and return the exit status."""
+    """Compare a checkpoint that another program wrote with its source, print the result, and return the exit status. path: that
+    checkpoint. options: how both are opened. as_object: whether to print the result as JSON.
+    """
     from dtype_engine.runtime.verify.foreign import compare_foreign
 
     report = compare_foreign(path, source, options, _rate("comparing"))
@@ -186,7 +188,9 @@ def export_text(report: ExportReport) -> str:
 
 
 def cast_text(report: CastReport, most: int) -> str:
-    """Return the lines that compare a checkpoint of another program with its source, with at most `most` tensors of each kind."""
+    """Return the text that compares a checkpoint of another program with its source. It lists at most `most` of the tensors that
+    differ, and at most `most` of those that could not be compared.
+    """
     lines = [
         f"checkpoint {printable(report.folder, 1000)}",
         f"against    {report.model}",

@@ -49,7 +49,9 @@ _step = ""
 
 
 def say(step: str) -> None:
-    """Show a step on standard error in place of the previous step. Does nothing if standard error is not a terminal."""
+    """Show on standard error what the program is doing, in place of the text that was shown before. Does nothing if standard error
+    is not a terminal.
+    """
     global _step
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
@@ -75,10 +77,11 @@ _pace = JobPace()
 
 
 def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -> None:
-    """Show a job's progress: `text` (by default `what`), a bar for done / total, and the remaining time once it can be estimated.
+    """Show on standard error how much of a piece of work is done: a text, the percentage and a bar for done / total, and the
+    remaining time once it can be estimated. If `total` is 0, only the text is shown.
 
-    job: the whole job's name if `what` is only one stage of it; `done` and `total` then count the whole job. If total is 0, only
-    the text is shown.
+    what: the name of the work, such as "exporting". text: shown instead of `what` if given. job: if `what` is only one stage of a
+    longer job, the name of that job; `done` and `total` then count the whole job.
     """
     if not total:
         say(text or what)
@@ -92,7 +95,7 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
 
 
 def say_progress(run: str, done: int, total: int) -> None:
-    """Show how much of a measurement is done, and which pass is running: the `run` "reference" or "candidate"."""
+    """Show on standard error how much of a measurement is done. run: which model is running, "reference" or "candidate"."""
     say_share(f"measuring: {run}", done, total, job="measuring")
 
 

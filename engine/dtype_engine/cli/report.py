@@ -75,7 +75,9 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which the casts lose values, counted from the model's files, or None if the files can't be read."""
+    """Count in a model's files the values that the planned casts make infinite or zero. Returns an entry for each weight with such
+    values, or None if there are no files or they can't be read.
+    """
     if known.checkpoint is None:
         return None
     from dtype_engine.runtime.measure.stored_losses import losses_in_files

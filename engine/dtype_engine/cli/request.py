@@ -55,7 +55,7 @@ class RunRequest:
     """The name of the preset. Its rules depend on the tree, so `with_preset` later puts them before those of `recipe`."""
     recipe_file: Path | None = None
     made_for: str | None = None
-    """The model that the recipe file names."""
+    """The model for which the recipe was made, as the recipe file says, or None."""
     explicit: frozenset[str] = frozenset()
     """The names of the parameters that the user gave on the command line."""
 

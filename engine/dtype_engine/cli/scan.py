@@ -265,8 +265,11 @@ def _scanned(
     workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
-    """Open a session and run its scan, or only one shard of the scan. Returns the session and the scan. The arguments are the
-    values of the options; `family` is that of --formats.
+    """Open a session and run its scan, or only the part of the scan that `shard` names. Returns the session and the scan.
+
+    The other arguments are the values of the command's options: `dtype_names` and `family` (--formats) say which dtypes are
+    scanned, `draws` how many backward passes are run for each sequence, `exact` whether scores are measured, `save` where the scan
+    is kept.
     """
     if dtype_names is not None and family is not None:
         raise UserError("give either --dtypes or --formats")
@@ -299,8 +302,11 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """On the session's inputs, measure the `count` recipes nearest to a limit, (bytes or None, drift or None), and report the best.
-    Raises UserError, OutOfReach.
+    """Measure the recipes that a scan predicts nearest to a limit, on the session's inputs, and return a report on the best of
+    them. Raises UserError, and OutOfReach if no recipe meets the limit.
+
+    workers: the value of --workers. count: how many recipes to measure. limit: (maximum number of bytes or None, maximum drift or
+    None). constraints: what the user requires of a recipe, such as weights that keep their dtype.
     """
     from dtype_engine.evaluation import verified
 

@@ -22,14 +22,18 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 def ended_by(error: BaseException) -> int:
-    """Return the number of the signal behind an interruption, which may be click's own exception raised from `EndedBySignal`."""
+    """Return the number of the signal that interrupted the program. error: an `EndedBySignal`, an exception raised from one, such
+    as click's own, or any other interruption, which counts as SIGINT.
+    """
     cause = error if isinstance(error, EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, EndedBySignal) else signal.SIGINT
 
 
 @contextmanager
 def raised_signals() -> Iterator[None]:
-    """Make SIGHUP and SIGTERM raise `EndedBySignal` within the block. A signal that is ignored, as under nohup, stays ignored."""
+    """A context manager under which SIGHUP and SIGTERM raise `EndedBySignal`. A signal that is ignored, as under nohup, stays
+    ignored.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread can set handlers
         return

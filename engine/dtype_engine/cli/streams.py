@@ -13,10 +13,10 @@ from typing import Any, TextIO
 from dtype_engine.core.errors import UserError
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
-"""The standard streams and their modes, keyed by file descriptor."""
+"""The names and modes of the standard streams, in the order of their file descriptors: 0, 1, 2."""
 _answers: list[TextIO] = []
-"""Output streams for the results of running commands. The last one belongs to the innermost command. If the list is empty, results
-go to `sys.stdout`.
+"""Streams to which running commands write their results, the innermost command's stream last. While the list is empty, results go
+to `sys.stdout`.
 """
 
 
@@ -25,9 +25,10 @@ class ReaderGone(Exception):
 
 
 class _StandardOutput(io.FileIO):
-    """A copy of standard output whose write errors are not OSErrors, because click ends the program for any OSError and could not
-    tell these from errors in a model's own files. After an error it discards all output, because Python flushes the buffer once
-    more at exit.
+    """A copy of standard output that raises ReaderGone or UserError, and never OSError, if a write fails. click ends the program
+    for any OSError, and can't tell a failed write from an error in a model's own files.
+
+    After an error it discards all output, because Python flushes the buffer once more at exit.
     """
 
     def __init__(self) -> None:
@@ -77,8 +78,9 @@ def drop_unwritten() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """Replace `sys.stdout` in the block with a copy of standard output that raises ReaderGone or UserError if a write fails. Flush
-    it before the block ends, because errors are ignored there. If a caller has replaced `sys.stdout`, it is left alone.
+    """A context manager that replaces `sys.stdout` with a copy of standard output, which raises ReaderGone or UserError if a write
+    fails. Code in the block must flush this copy itself, because errors of the flush at the block's end are ignored. If a caller
+    has already replaced `sys.stdout`, it stays as it is.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
@@ -99,7 +101,8 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """Let only `answer` write to standard output in the block. Other output, such as that of a model's code, goes to stderr.
+    """A context manager under which only `answer` writes to standard output. All other output, such as that of a model's code, goes
+    to standard error.
 
     C code and child processes write to file descriptor 1 itself, some of them only when the process ends. Under `own_output` that
     descriptor therefore leads to standard error until the end of the process.

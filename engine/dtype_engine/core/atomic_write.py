@@ -62,7 +62,9 @@ def check_target(path: Path, replace: bool = False) -> Path:
 
 
 def is_taken(typed: str) -> bool:
-    """Return whether the typed path is a file or a non-empty folder. Raises UserError if the file system can't answer."""
+    """Return whether there is already a file or a non-empty folder at the path that the user typed. Raises UserError if the file
+    system can't tell.
+    """
     try:
         path = Path(typed).expanduser()
         return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
@@ -71,7 +73,9 @@ def is_taken(typed: str) -> bool:
 
 
 def _rename_new(temporary: str, path: Path) -> None:
-    """Rename a file to a name that must be free. Uses a hard link, which fails if the name is taken, while a rename overwrites."""
+    """Rename a temporary file to `path`, and fail if this name is taken. A plain rename would overwrite the other file, so a hard
+    link is made instead if the file system has links.
+    """
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -1,10 +1,14 @@
 """Formats that store one scale for each block of a weight: their tensors, shapes and bytes in a file. Does not import torch.
 
-A weight is treated as one or more matrices. A block is a part of one row, such as 32 values in MX formats, or a rectangle, such as
-128 x 128 values in DeepSeek's fp8. A vector is one row. In a weight with three or more dimensions, a row is the last dimension if
-it is at least one block long (stacked experts). Otherwise, all dimensions but the first form a row (a convolution). If a matrix's
-width or height is not a multiple of the block's, the last blocks are smaller, as in DeepSeek's files: the codes keep the weight's
-shape, and the number of scales is rounded up.
+A block is a group of values that share a scale. It is a rectangle in a matrix: part of one row, such as 1 x 32 values in MX
+formats, or values of several rows, such as 128 x 128 in DeepSeek's fp8.
+
+A weight is therefore treated as one or more matrices. A vector is a matrix with one row. A weight with three or more dimensions is
+a stack of matrices, such as experts, if its last dimension is at least as long as a block is wide. Otherwise, as in a convolution,
+it is one matrix with a row for each index of the first dimension.
+
+If a matrix's width or height is not a multiple of the block's, the last blocks are smaller, as in DeepSeek's files: the codes keep
+the weight's shape, and the number of scales is rounded up.
 """
 
 from __future__ import annotations
@@ -74,8 +78,8 @@ _BYTES = {
 
 
 def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
-    """Return (number of matrices, rows of each, width of a row) into which a weight of `shape` is divided if its blocks are
-    `columns` wide.
+    """Return how a weight of `shape` is treated as matrices: (number of matrices, rows of each, values in a row). columns: the
+    width of a block in values.
     """
     if len(shape) < 2:
         return 1, 1, math.prod(shape)
@@ -87,19 +91,23 @@ def matrices(shape: Sequence[int], columns: int) -> tuple[int, int, int]:
 
 
 def scale_grid(shape: Sequence[int], blocks: Blocks) -> tuple[int, int]:
-    """Return the shape (rows, columns) of a weight's grid of scales. The grids of several matrices are stacked row by row."""
+    """Return (rows, columns) of the two-dimensional tensor that holds the scales of a weight, one for each block. If the weight
+    consists of several matrices, their scales are stacked one below the other.
+    """
     count, rows, width = matrices(shape, blocks.columns)
     return count * -(-rows // blocks.rows), -(-width // blocks.columns)
 
 
 def divides(shape: Sequence[int], blocks: Blocks) -> bool:
-    """Return whether full blocks cover the weight exactly, so that no block is shorter than the others."""
+    """Return whether the block size divides the weight's rows and columns, so that all blocks have the full size."""
     _, rows, width = matrices(shape, blocks.columns)
     return width % blocks.columns == 0 and rows % blocks.rows == 0
 
 
 def packed_width(width: int, bits: int, packing: Packing) -> int:
-    """Return how many elements of the packed dtype a row of `width` codes occupies. bits: the size of a code in bits."""
+    """Return how many elements a row of `width` codes occupies in a file, after packing: bytes, or 32-bit words. bits: the size of
+    a code in bits.
+    """
     if packing == "none":
         return width
     return -(-width * bits // (32 if packing == "words" else 8))

@@ -49,11 +49,13 @@ class DType:
     """Whether the whole tensor has one scale."""
     blocks: Blocks | None = None
     code_dtype: str = ""
-    """torch's name for the dtype that holds the codes while a model runs; "" if it equals `name`."""
+    """torch's name for the dtype in which the codes are held while a model runs, or "" if it is this dtype itself."""
 
     @property
     def torch_name(self) -> str:
-        """torch's name for the dtype of the tensor in a running model. For a format with scales, it is the dtype of the codes."""
+        """torch's name for the dtype that the tensor has in a running model. For a format with scales, it is the dtype of the
+        codes.
+        """
         return self.code_dtype or self.name.removesuffix(PER_TENSOR)
 
 
@@ -237,8 +239,8 @@ def scale_count(shape: Sequence[int], dtype: str) -> int:
 
 
 def padded(shape: Sequence[int], dtype: str) -> bool:
-    """Return whether the last blocks of a tensor of this shape are shorter, because the format's block size does not divide the
-    shape.
+    """Return whether the last blocks of a tensor of this shape are smaller than the others, because the block size of the format
+    `dtype` does not divide the shape.
     """
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)

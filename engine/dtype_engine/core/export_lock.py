@@ -29,7 +29,7 @@ _UNLOCKED_S = 60.0
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock an empty folder until the `with` block ends. Code in the block may fill and rename the folder."""
+    """A context manager that locks an empty folder. Code in the `with` block may fill and rename the folder."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -40,9 +40,9 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def sibling(target: Path, purpose: str) -> Path:
-    """Return a new name for a folder next to an export's target. purpose: the part of the name that says what it is for, such as
-    "partial". The writer knows the name before it creates the folder, so it can remove the folder even if a signal arrives during
-    the creation.
+    """Return an unused name for a temporary folder next to an export's target. It does not create the folder, so the writer can
+    remove the folder even if a signal arrives during the creation. purpose: the part of the name that says what the folder is for,
+    such as "partial".
     """
     return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 

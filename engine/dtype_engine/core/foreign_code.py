@@ -1,4 +1,6 @@
-"""Runs code of a library or of a model on a file that somebody else made, so that whatever it raises becomes an ordinary error."""
+"""Runs code that this program does not control, such as a library that reads a damaged file, or a model's own code. Whatever the
+code raises becomes an ordinary exception.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class LibraryPanic(RuntimeError):
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """Turn what `except Exception` does not catch into an `ExitCalled` or a `LibraryPanic`. An interrupt stays an interrupt.
+    """A context manager that turns exceptions which `except Exception` does not catch into an `ExitCalled` or a `LibraryPanic`. An
+    interrupt stays an interrupt.
 
     A SystemExit would end the program without a message, with a status that the model's code chose. Status 0 would then wrongly
     mean that the user's limit was met. A panic would end the engine's thread without a message.
@@ -37,7 +40,7 @@ def foreign_code() -> Iterator[None]:
 
 
 def with_type(error: BaseException) -> str:
-    """Return an exception's type and message in one line, for code whose author reads the message."""
+    """Return an exception's type and message in one line. The type helps if the user wrote the code that failed."""
     return one_line(error, 300, with_type=True)
 
 
@@ -45,10 +48,10 @@ def with_type(error: BaseException) -> str:
 def failures_as(
     raised: type[UserError], what: str, reason: Callable[[BaseException], str] = one_line
 ) -> Iterator[None]:
-    """Turn whatever foreign code raises in the block into `raised`, with a message that begins with `what`.
+    """A context manager that turns whatever foreign code raises into an exception of the class `raised`, with a message that begins
+    with `what`. This is needed because libraries' exceptions for damaged files and wrong values have no common class.
 
-    The exceptions of libraries for damaged files and wrong values have no common class. UserErrors, cancellations and interrupts
-    stay as they are. reason: returns an exception's message in one line.
+    UserErrors, cancellations and interrupts stay as they are. reason: returns an exception's message in one line.
     """
     try:
         with foreign_code():

@@ -42,10 +42,10 @@ def fused_groups(names: Iterable[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    """Return a mapping from each weight that shares its tensor scale to the names of all weights with this scale. planned: dtypes
-    by weight name.
+    """Return which weights share a tensor scale: a mapping from each such weight to the names of all weights with its scale.
+    planned: the dtype of each weight, by name.
 
-    A tensor scale is shared by the members of a fused group that are in the same format, if the format has a tensor scale (NVFP4).
+    The members of a fused group share a tensor scale if they are in the same format and this format has tensor scales (NVFP4).
     """
     shared: dict[str, tuple[str, ...]] = {}
     with_scale = [name for name, dtype in planned.items() if _has_tensor_scale(dtype)]
@@ -58,9 +58,8 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return the weights in `names`, including `name`, that would share one tensor scale if all of them had the format `dtype`.
-
-    Returns () if `name` would have a tensor scale of its own, or none.
+    """Return which of the weights `names` would share a tensor scale with the weight `name`, itself included, if all of them had
+    the format `dtype`. Returns () if no other weight would share its scale, or if the format has no tensor scales.
     """
     if not _has_tensor_scale(dtype):
         return ()

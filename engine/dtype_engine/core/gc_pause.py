@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _frozen = False
-"""Whether a block has frozen its objects. `gc.get_freeze_count` would count them one by one, 40 ms each time."""
+"""Whether this process has called `gc.freeze`, which it does only once. `gc.get_freeze_count` would also tell, but it counts all
+frozen objects, which takes 40 ms.
+"""
 
 
 @contextmanager
 def gc_paused(freeze: bool = False) -> Iterator[None]:
-    """Turn the garbage collector off during the block. Use it for code that creates very many long-lived objects, which the
+    """A context manager that turns the garbage collector off. Use it for code that creates very many long-lived objects, which the
     collector would otherwise scan repeatedly without freeing any.
 
     freeze: exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as long

@@ -1,4 +1,6 @@
-"""Limits on what a file may make the program compute while it creates a model's inputs. A few bytes can ask for gigabytes."""
+"""Limits on the size of a model's inputs, and on the time to prepare them. Inputs and model files are untrusted: a few bytes in a
+file can demand gigabytes of memory.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
 
 CHARACTERS_PER_TOKEN = 16
-"""The length of text that `InputLimits.tokens` admits, in characters per token. Tokens have about 4 characters."""
+"""How many characters of text are allowed for each token that `InputLimits.tokens` allows. A token has about 4 characters on
+average.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """What one input may ask for. Each limit is checked before the memory or the time is spent.
+    """Limits on one input of a model. Each is checked before the memory is allocated or the time is spent.
 
     Example:
         >>> de.Options(limits=de.InputLimits(seconds=3600)).limits.pixels
@@ -23,25 +27,33 @@ class InputLimits:
     """
 
     pixels: int = 64 << 20
-    """Pixels of a picture file."""
+    """Maximum number of pixels in an image file."""
     seconds: int = 600
-    """Seconds of audio in a file."""
+    """Maximum length of an audio file in seconds."""
     values: int = 64 << 20
-    """Numbers in what is made for the model: pixels times channels times frames of a picture, samples or bins of audio."""
+    """Maximum number of values in a tensor that is made for the model from an image (pixels times channels times frames) or from
+    audio (samples or frequency bins).
+    """
     tokens: int = 1_000_000
-    """Tokens of all texts. A text may have 16 times as many characters."""
+    """Maximum number of tokens in all texts together. The texts may have 16 times as many characters."""
     template_seconds: int = 5
-    """Seconds that the chat template may compute for a conversation, and the tokenizer for each million characters."""
+    """Maximum time in seconds for which the chat template may run for one conversation, and the tokenizer for each million
+    characters.
+    """
     template_bytes: int = 1 << 20
-    """Bytes of text that the chat template may make of a conversation."""
+    """Maximum size in bytes of the text that the chat template makes from one conversation."""
 
     def refuse_file(self, kind: str, what: str, amount: float) -> None:
-        """Raise UserError if the user's file `what` has more than the limit. kind: a field's name."""
+        """Raise UserError if a file exceeds a limit. kind: the limit, as a field's name. what: the file or its content, for the
+        message. amount: how many pixels, seconds, ... it has.
+        """
         if amount > getattr(self, kind):
             raise UserError(f"{what} has {self._excess(kind, amount)}")
 
     def refuse_model(self, kind: str, title: str, what: str, amount: float) -> None:
-        """Raise NoForward if `what`, which the model's files say, asks for more than the limit. kind: a field's name."""
+        """Raise NoForward if a model's own files demand inputs that exceed a limit. kind: the limit, as a field's name. title: the
+        model. what: the setting that demands the inputs, for the message. amount: how many pixels, seconds, ... it demands.
+        """
         if amount > getattr(self, kind):
             raise NoForward(
                 f"{title}: no forward pass: {what} asks for {self._excess(kind, amount)}; or {hint('tensors')}"
@@ -54,4 +66,4 @@ class InputLimits:
 
 
 KINDS = tuple(field.name.replace("_", "-") for field in dataclasses.fields(InputLimits))
-"""The names of the limits on the command line."""
+"""The names of all limits, as the command line's option --input-limit takes them."""

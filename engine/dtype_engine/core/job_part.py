@@ -7,10 +7,10 @@ from functools import partial
 
 
 def part_of(on_progress: Callable[[str, int, int], None], what: str, before: int, total: int) -> Callable[[int], None]:
-    """Return a progress callback for one stage of a job.
+    """Return a progress callback for one stage of a job. It takes the amount of work done in this stage, and calls
+    `on_progress(what, done, total)` with the amount done in the whole job.
 
-    The callback's argument is the amount of work done in this stage. It calls `on_progress(what, done, total)`, where `done` also
-    includes `before`, the work of earlier stages.
+    what: a text that is passed on unchanged. before: the amount of work in earlier stages. total: the amount of work in the job.
     """
     return partial(_report, on_progress, what, before, total)
 

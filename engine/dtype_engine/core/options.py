@@ -10,8 +10,8 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 ClassesDim = int | Literal["auto", "none"]
-"""A dimension of the main output (from 0, or from the end if negative), "auto" or "none": where the logits of a distribution
-lie.
+"""Says in which dimension of the main output the logits of a distribution lie: the dimension's index (from 0, or from the end if
+negative), "auto" to determine it from the model, or "none" if the output is no distribution.
 """
 
 
@@ -106,7 +106,9 @@ class Options:
     reference_bytes: int | None = None
     """Maximum number of bytes of reference outputs kept for later measurements. If None, 1/4 of the free memory, at most 2 GiB."""
     precision: float | None = None
-    """The relative standard error of the drift. A measurement stops when it has reached this error. If None, it runs all inputs."""
+    """The relative standard error of the drift at which a measurement stops, before it has run all inputs. If None, it runs all
+    inputs.
+    """
     floor: Literal["auto", "always", "never"] = "auto"
     """When to measure the noise floor. "auto": when a measured drift is close to it, or while the engine is otherwise idle."""
     modules: Literal["some", "exact"] = "some"
@@ -115,7 +117,7 @@ class Options:
     """
     settings: RunSettings = field(default_factory=RunSettings)
     limits: InputLimits = field(default_factory=InputLimits)
-    """What one input may ask for. Pictures, audio, texts and model files that ask for more are refused."""
+    """Limits on the size of one input. Images, audio, texts and model files that exceed a limit are refused."""
     threads: int | None = None
     """The number of threads that torch uses for computing. If None, torch's default number."""
     workers: int | str | None = None

@@ -46,7 +46,9 @@ def read_regular(path: Path, most: int) -> bytes:
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """Turn an OSError in the block into a UserError that says "can't read `what`". what: a path, or a phrase that names one."""
+    """A context manager that turns an OSError into a UserError, which says "can't read `what`". what: a path, or a phrase that
+    names one.
+    """
     try:
         yield
     except OSError as error:

@@ -26,8 +26,8 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a share such as `3/16` (the third of sixteen), or `slurm`: the share of this Slurm array task. environment: the
-        environment variables. Raises UserError.
+        """Parse a shard such as `3/16` (the third of sixteen), or `slurm`, which takes the number from the Slurm job array in whose
+        task this process runs. environment: the environment variables. Raises UserError.
         """
         if text == "slurm":
             return cls._of_slurm(environment)
@@ -53,8 +53,8 @@ class Shard:
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:
-        """Return this shard's share of the work items `parts`: every `count`-th one. Neighbours take similar time, so all shares
-        take similar time.
+        """Return the items of `parts` that belong to this shard: every `count`-th item. Items next to each other take similar time,
+        so all shards take similar time.
         """
         return parts[self.number - 1 :: self.count]
 

@@ -1,4 +1,6 @@
-"""Makes text from files and engines safe to show, so that it can't send control sequences to the terminal or move what is drawn."""
+"""Makes text from files and engines safe to show, so that it can't send control sequences to the terminal or disturb the layout of
+the screen.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,17 @@ from typing import Annotated
 
 EXACT = "exact"
 Name = Annotated[str, EXACT]
-"""The type of a name in the model, or of a recipe's pattern, in an event of an engine. Its text is exactly that in the file,
-because it is compared with names in the tree, so code that shows it must call `printable`. Text of any other type is safe to show.
+"""Marks strings in the engine's events that are copied unchanged from a file: names in the model, and patterns of a recipe. They
+must be compared with names in the tree, so they are not escaped, and code that shows them must call `printable`. All other strings
+in events are safe to show.
 """
 
 _INVISIBLE = re.compile(
     "[\u034f\u115f-\u11ff\u17b4\u17b5\u180b-\u180f\u3164\ud7b0-\ud7ff\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
 )
-"""Characters that `str.isprintable` accepts, but that are drawn as nothing (Unicode's Default_Ignorable_Code_Point) or as a part of
-the character before them, as variation selectors and conjoining jamo are, so that terminals disagree on the width of the line.
+"""Matches characters that `str.isprintable` accepts although they have no width of their own. They are drawn as nothing (Unicode's
+Default_Ignorable_Code_Point) or as part of the character before them, such as variation selectors. Terminals disagree on the width
+of a line with such characters.
 """
 
 

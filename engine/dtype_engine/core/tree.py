@@ -57,7 +57,9 @@ class TensorInfo:
     stored tensors into this one. Patterns match `name` and these names.
     """
     logical_numel: int | Literal["unknown"] | None = None
-    """The number of parameters that this tensor represents, if it stores a quantised weight. If None, each element is one."""
+    """The number of parameters that this tensor represents, if it stores a quantised weight; "unknown" if that can't be computed.
+    If None, each element of the tensor is one parameter.
+    """
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the tensor as stored, scales included."""
@@ -86,7 +88,7 @@ class TensorInfo:
 
     @property
     def counted(self) -> bool:
-        """Whether stored and planned bytes include this tensor's bytes."""
+        """Whether sums of the model's stored or planned bytes include this tensor."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
@@ -308,7 +310,9 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in order. Tied weights with only an alias below it come last."""
+        """Yield every distinct tensor at or below a module, in the order of `order`. Tied weights whose canonical name is
+        elsewhere, and of which only an alias is below the module, come last.
+        """
         node = self.modules[module]
         yield from self.order[node.first : node.end]
         yield from self.tied_into(module)
@@ -348,7 +352,9 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Running sums over `order`: parameters, elements of persistent buffers, and packed weights of unknown size."""
+        """Three lists of running sums over `order`, whose entry i counts the first i tensors: parameters, elements of persistent
+        buffers, and packed weights with an unknown number of parameters.
+        """
         parameters, buffers, unknown = [0], [0], [0]
         for tensor in self.order:
             parameters.append(parameters[-1] + tensor.parameters)
@@ -358,7 +364,9 @@ class Tree:
 
     @cached_property
     def never_cast(self) -> list[int]:
-        """Running sum over `order` of the tensors that are never cast for another reason than their dtype."""
+        """Running sum over `order`: entry i is how many of the first i tensors can never be cast for a reason other than their
+        dtype, for example because they are parts of quantised weights.
+        """
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 
     @cached_property

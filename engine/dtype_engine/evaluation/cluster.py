@@ -15,7 +15,9 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
 _AHEAD = 8
-"""Number of evaluations to submit at a time for each worker. It is above one, so that workers which join later also get some."""
+"""How many evaluations are submitted at a time for each worker. It is more than one, so that there is also work for workers that
+join later.
+"""
 
 
 class DaskPool:
@@ -68,7 +70,9 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _gone(self) -> None:
-        """Raise UserError. This is called when futures are cancelled, which happens when the scheduler ends."""
+        """Raise the UserError for a lost scheduler. This is called when Dask has cancelled futures, which happens when the
+        scheduler ends.
+        """
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )

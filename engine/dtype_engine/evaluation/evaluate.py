@@ -41,16 +41,18 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """The opened model or export that this process keeps between evaluations, so that later evaluations need not open it again."""
+    """What this process keeps open between evaluations, so that later ones need not open it again: a model or an export."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The attribution that ran last, with the reference's outputs. It is dropped when an evaluation needs another recipe."""
+    """The measurement of the causes of a recipe's drift (`Attribution`) that ran last, which holds the reference's outputs. It is
+    dropped as soon as a task needs another recipe or measures something else.
+    """
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never
 
     def close(self) -> None:
-        """Release all open objects, because memory may not have room for a second model."""
+        """Release the open model or export, because memory may not have room for a second one."""
         self.model = self.attribution = self.export = None
 
 

@@ -30,7 +30,7 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""If all workers end this many times in a row before any of them returns a result, the pool gives up."""
+"""The pool gives up if this many times in a row all workers end before any of them returns a result."""
 _PROCESS_BYTES = 700 << 20
 """Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
 
@@ -47,7 +47,8 @@ class Pool(Protocol):
 
 
 class ProcessPool:
-    """A context manager for processes on this machine. Each opens the model from the mapped files, so they share the files' pages.
+    """A context manager that starts worker processes on this machine. Each opens the model by mapping its files into memory, so all
+    processes share these memory pages.
 
     gpus: names of GPUs as in `CUDA_VISIBLE_DEVICES`; each process uses one of them.
     """
@@ -94,9 +95,12 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """Return the context that starts processes. It never forks this process, because torch's threads would not survive a fork. On
-    Linux a server process that imports torch and computes nothing is forked instead, which saves the seconds of the import and
-    shares its pages. The server has one thread, which OpenBLAS (used by numpy) ends before a fork and replaces after it.
+    """Return the multiprocessing context that starts worker processes. It never forks this process, because torch's threads would
+    not survive a fork.
+
+    On Linux, workers are forked from a server process that has imported torch and computed nothing. This saves the seconds that the
+    import takes, and workers share the server's memory pages. Its only other thread belongs to OpenBLAS (used by numpy), which ends
+    it before a fork and replaces it after the fork.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -112,9 +116,11 @@ def results(
     cancelled: IsCancelled,
     ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
-    """Submit evaluations to the executor that `started()` returns, and yield their results. If the executor breaks, call `broken()`
-    and submit the unfinished evaluations to a new one. ahead: maximum number of submitted and unfinished evaluations. It should be
-    small, because a pause takes effect only after all of them are done.
+    """Run evaluations on an executor, and yield (index, result) of each as soon as it is done.
+
+    started: returns the executor. broken: called if the executor breaks, for example because a process was killed. The unfinished
+    evaluations are then submitted to the executor that `started` returns next. ahead: maximum number of evaluations that are
+    submitted and unfinished. It should be small, because a pause takes effect only after all of them are done.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -159,22 +165,26 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
 
 
 def fitting(workers: int, private: int) -> int:
-    """Return how many of `workers` processes fit in memory. Each needs `private` bytes; all share the checkpoint's pages."""
+    """Return how many of `workers` processes fit into the free memory. private: bytes that each needs in addition to the
+    checkpoint, whose memory pages all of them share.
+    """
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 
 
 def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return names of the `count` GPUs that this process sees: those in `CUDA_VISIBLE_DEVICES` if set, otherwise 0, 1, ...
-    environment: the environment variables.
+    """Return the names of the first `count` GPUs that this process may use: those in `CUDA_VISIBLE_DEVICES` if it is set, otherwise
+    0, 1, ... environment: the environment variables.
     """
     named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
     return tuple(named[:count]) if named else tuple(map(str, range(count)))
 
 
 def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make only the GPU of the pool's `index`-th process visible to this process, through `environment`, before CUDA is
-    initialized. Without GPUs, do nothing.
+    """Set CUDA_VISIBLE_DEVICES so that this process, the pool's `index`-th, sees only its own GPU. This must happen before CUDA is
+    initialized.
+
+    gpus: the names of the pool's GPUs; if empty, nothing is set. environment: the environment variables to change.
     """
     if gpus:
         environment[VISIBLE_GPUS] = gpus[index % len(gpus)]

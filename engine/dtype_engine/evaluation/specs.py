@@ -55,7 +55,9 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class ScanSequence:
-    """Task: scan one sequence in several dtypes, with `draws` backward passes."""
+    """Task: on one sequence, estimate for every weight and each of `dtypes` how far the output drifts if this weight alone is cast.
+    `draws` is the number of backward passes, and `index` says which sequence.
+    """
 
     dtypes: tuple[str, ...]
     draws: int
@@ -64,7 +66,9 @@ class ScanSequence:
 
 @dataclass(frozen=True, slots=True)
 class ExactScore:
-    """Task: measure the drift if one weight alone is cast, to one dtype. `dtypes` are all dtypes of the scan."""
+    """Task: measure how far the output drifts if the weight `weight` alone is cast to `dtype`. `dtypes` are all dtypes of the scan
+    to which this score belongs.
+    """
 
     dtypes: tuple[str, ...]
     weight: str
@@ -81,7 +85,9 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure the drift if a recipe casts only one module or subtree, while the rest of the model equals the reference."""
+    """Task: measure how far the output drifts if only one module or subtree is cast as the recipe says, and the rest of the model
+    is not.
+    """
 
     recipe: Recipe
     settings: RunSettings
@@ -91,7 +97,9 @@ class PartAlone:
 
 @dataclass(frozen=True, slots=True)
 class CompareTensors:
-    """Task: compare the tensors with these indexes in an export's plan. For each, the result is what is wrong, or None."""
+    """Task: compare tensors of an export with what its recipe computes. `indexes` are their positions in the export's plan. The
+    result says for each tensor what is wrong, or None.
+    """
 
     indexes: tuple[int, ...]
 

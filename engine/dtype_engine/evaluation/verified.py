@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` recipes that the last scan predicts nearest to a limit on bytes (`budget`) or on drift (`max_drift`).
-    Raises UserError, OutOfReach.
+    """Return the recipes whose size (for a `budget` in bytes) or whose predicted drift (for `max_drift`) is nearest to the limit,
+    as solutions of a search. The last scan predicts the drift.
+
+    constraints: what the user requires of a recipe. count: how many recipes to return. Raises UserError, OutOfReach.
     """
     return around(session.front(constraints), budget, max_drift, count)
 
@@ -35,10 +37,13 @@ def best(
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
 ) -> SearchReport:
-    """Measure the solutions `found` on the session's inputs, cast the model to the best one, and return a report. For a budget, the
-    best solution has the least drift; with `max_drift`, it is the smallest whose drift does not exceed that limit.
+    """Measure the drift of the solutions `found` on the session's inputs, cast the model to the best one, and return a report. If
+    `max_drift` is None, the best solution is the one with the least drift. Otherwise, it is the smallest one whose drift does not
+    exceed `max_drift`.
 
-    `on_measured(done)` counts measured solutions. Raises OutOfReach if all exceed `max_drift`, and the errors of `Session.drift`.
+    constraints: those of the search, for the Pareto front in the report. over: the workers that measure, or None for this process.
+    `on_measured(done)` is called after each measurement. Raises OutOfReach if all exceed `max_drift`, and the errors of
+    `Session.drift`.
     """
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
     wanted = [(recipe, session.settings) for recipe in recipes]

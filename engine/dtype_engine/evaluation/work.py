@@ -49,13 +49,13 @@ _PIECE, _MOST = 64 << 20, 256
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """A pool of workers with the model and inputs on which they run their tasks."""
+    """A pool of workers, and the model with its inputs that each worker opens to run its tasks."""
 
     pool: Pool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
-    """A function that is called once for each worker process that has other versions of the program, torch or the platform than
-    this process.
+    """A function that is called with a sentence for the user if a worker process has other versions of the program, of torch or of
+    the platform than this process. It is called once for each such process.
     """
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
@@ -70,7 +70,11 @@ class Over:
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """Return a session's model and inputs as data, with which workers open them on `threads` threads each. Raises UserError."""
+    """Describe a session's model, inputs and options as plain data, so that a worker in another process can open the same model.
+
+    source: what the session was opened from. threads: how many threads each worker should use. Raises UserError if the session has
+    no inputs.
+    """
     weights, inputs = describe(session)
     return Opened(
         model_text(source), portable(replace(session.options, settings=session.settings), threads), weights, inputs
@@ -85,9 +89,11 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run the unfinished sequences or measurements of a session's scan on a pool, and return the report. With the same number of
-    threads, the result equals that of `task.run` to the last bit. `on_progress("scan", done, total)` counts sequences or
-    measurements. Finished ones stay in `task` after an error. Raises the errors of `task.run`.
+    """Run what is left of a session's scan on a pool, and return the report. The work is one task for each sequence or, in an exact
+    scan, for each pair of weight and dtype. With the same number of threads, the result equals that of `task.run` to the last bit.
+
+    `on_progress("scan", done, total)` is called after each task, and `on_estimate` with the report so far after each sequence.
+    After an error, `task` keeps the results of the finished tasks. Raises the errors of `task.run`.
     """
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
@@ -117,8 +123,10 @@ def drifts(
     over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
-    """Measure recipes, each under its settings. Yields the index and the drift of each as soon as it is done. The recipes run on a
-    pool, or one after another in this session, which changes the session's recipe. Raises the errors of `Session.drift`.
+    """Measure the drift of several recipes. Yields (index of the recipe, report) of each as soon as it is measured.
+
+    recipes: each with the run settings for its measurement. over: the workers that measure. If None, this session measures one
+    recipe after another, and then has the last recipe. Raises the errors of `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -138,8 +146,8 @@ def causes(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> AttributionReport:
-    """Return the report of `Session.causes`, which attributes drift to modules, measured on a pool. With the same number of
-    threads, it is the same to the last bit. `on_progress(done, total)` counts modules or subtrees.
+    """Measure on a pool how much of the drift each module causes, and return the report. With the same number of threads, it equals
+    the report of `Session.causes` to the last bit. `on_progress(done, total)` counts modules or subtrees.
     """
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
@@ -158,8 +166,11 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function that compares an export's tensors on a pool, for use by `verify`. An evaluation has at most 64 MiB.
-    threads: how many each worker uses.
+    """Return a function that compares an export's tensors on a pool, which `verify` calls instead of comparing them in this
+    process. Each evaluation compares several tensors, of at most 64 MiB in all unless a single one is larger.
+
+    threads: how many threads each worker uses. folder: that of the export. source: the checkpoint that was exported. options: how
+    the workers open both.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 
@@ -177,7 +188,9 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Return the indexes of `sizes` in order, in groups of at most `_PIECE` bytes and `_MOST` indexes."""
+    """Group tensors into evaluations of at most `_PIECE` bytes (or one tensor) and `_MOST` tensors each. sizes: the bytes of each
+    tensor. Yields the indexes of each group, in order.
+    """
     piece: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):

@@ -30,8 +30,8 @@ def parse_workers(text: str) -> int | str:
 class Workers:
     """A context manager that starts workers when they are first needed, and keeps them and their open models until `close`.
 
-    requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: maximum
-    number of pieces of work, or None if unknown.
+    requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: the
+    number of tasks, which is the most workers that are useful, or None if it is unknown.
     """
 
     def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
@@ -67,8 +67,10 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many of the requested workers the work, the GPUs and the free memory allow, and tell the user why if they are
-        fewer. private: bytes that each process needs. gpus: the names of the GPUs, or () on the CPU.
+        """Return how many workers to start, which is `requested` unless there are fewer tasks or GPUs or too little free memory.
+        Tells the user if it is fewer because of GPUs or memory.
+
+        private: bytes that each process needs in addition to the mapped checkpoint. gpus: the names of the GPUs, or () on the CPU.
         """
         wanted = min(requested, self._most or requested)
         if gpus and len(gpus) < wanted:

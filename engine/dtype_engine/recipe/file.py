@@ -41,11 +41,11 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
 LOST = "lost"
-"""The only key of `measured` whose value is a list. The list names the tensors with values that the cast of the tensor made
-infinite or zero.
+"""The key in `measured` for the list of tensors with values that became infinite or zero when the tensor was cast. It is the only
+key of `measured` whose value is a list.
 """
 MOST_LOSSES = 1000
-"""Maximum number of tensors that a file lists under `lost`."""
+"""Maximum number of tensors that a recipe file lists under `lost`."""
 _T = TypeVar("_T")
 
 
@@ -190,8 +190,9 @@ def write_recipe(
 ) -> str:
     """Return the text of a recipe file, with one line per rule, in order.
 
-    model: the name of the model for which the recipe was made. comments: a comment for each rule. units: the units of the metrics
-    in `measured`, by name. lost: the tensors whose casts lose values. The file lists these tensors among the metrics.
+    model: the name of the model for which the recipe was made. settings: how the candidate was run. measured: metrics of a run, by
+    name. comments: a comment for each rule. units: the units of the metrics, by name. lost: the tensors with values that their cast
+    made infinite or zero, which the file lists among the metrics.
     """
     lines = [f"version: {VERSION}"]
     if model:

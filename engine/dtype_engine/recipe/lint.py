@@ -29,7 +29,7 @@ class RuleComparison:
     only_there: tuple[str, ...]
     """Canonical names of the tensors that the rule would match in the other tool but not in this program."""
     beyond: int
-    """Number of tensors that the rule matches in this program and that no pattern of the other tool can affect."""
+    """Number of tensors that the rule matches in this program, but whose dtype the other tool can't change by any pattern."""
     problem: str | None = None
     """Why the other tool does not match all tensors that this program matches, or None if the reason is unknown."""
 
@@ -88,9 +88,10 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Return (tensor, pattern that wins here, pattern that wins in the target) for each tensor that the same rules match in both,
-    but that get different dtypes. Returns () for a target whose patterns have no order of precedence. there_by_rule: for each rule,
-    the tensors that it matches in the target.
+    """Find tensors that the same rules match in this program and in the target, but that get different dtypes, because another of
+    these rules wins there. Returns (tensor, pattern that wins in this program, pattern that wins in the target) for each.
+
+    there_by_rule: for each rule, the tensors that it matches in the target. Returns () if the target has no order of precedence.
     """
     if target.precedence is None:
         return ()

@@ -141,7 +141,9 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Return a pattern for each module that contains the tensor and whose tensors all need the same dtype."""
+        """Return one pattern for each module above the tensor `name` in which all tensors need the same dtype. The pattern matches
+        the module.
+        """
         return [
             generalisations(module)[0]
             for module in ancestors(name)

@@ -108,8 +108,10 @@ _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate the text from index `at` to the end or, inside braces, to the next `,` or `}`. Also returns the end's index. depth:
-    how many braces are open.
+    """Translate part of a glob to a regular expression. The part begins at index `at`, and ends at the end of the text or, inside
+    braces, before the next `,` or `}`.
+
+    Returns (the translation, the index at which the part ends). depth: how many braces are open at `at`.
     """
     pieces: list[_Piece] = []
     while at < len(text):
@@ -133,11 +135,13 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Return the regular expression of a glob: the concatenated expressions of its pieces.
+    """Join the translated pieces of a glob to one regular expression. The pieces are literal characters, wildcards, classes and
+    braces.
 
-    whole: whether `pieces` are the entire glob. Then stars are translated without backtracking: if a piece between two stars has a
-    fixed length, only its first occurrence is tried, because if the match fails after that one, it also fails after any later one.
-    Matching `*a*a*a*b` takes time in proportion to the length of a name, not to its fourth power. `fnmatch` does the same.
+    whole: whether the pieces are the entire glob, and not an alternative inside braces. Only then can stars be translated so that
+    the matcher does not backtrack: the text between two stars is tried only at its first occurrence in the name, because if the
+    rest fails after that one, it also fails after any later one. This requires that the text has a fixed length. Matching
+    `*a*a*a*b` then takes time in proportion to the length of a name, and not to its fourth power. `fnmatch` does the same.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]
@@ -158,8 +162,10 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
 
 
 def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
-    """Translate `{a,b}` or `{0..7}`, whose brace opens at index `opened`. Also returns the index after the closing brace. depth:
-    how many braces enclose it.
+    """Translate the braces `{a,b}` or `{0..7}` of a glob to a regular expression.
+
+    Returns (the translation, the index after the closing brace). opened: the index of the opening brace. depth: the number of open
+    braces, including this one.
     """
     if depth > 20:
         raise PatternError(f"pattern {shortened(text)}: braces are nested too deep at {opened + 1}", opened)
@@ -203,7 +209,9 @@ def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
 
 
 def _class_end(text: str, opened: int) -> int | None:
-    """Return the index at which `[...]` closes, or None if it never does, which makes the bracket an ordinary character."""
+    """Return the index of the `]` that closes a character class such as `[0-9]`, or None if there is none. The opening bracket is
+    then an ordinary character. text: the pattern. opened: the index of the opening bracket.
+    """
     at = opened + 1
     if text[at : at + 1] == "!":
         at += 1

@@ -32,7 +32,9 @@ KEPT_BY_MODELOPT = (
     "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
     "*multi_modal_projector*",
 )  # fmt: skip
-"""The names in `default_disabled_quantizers` of ModelOpt 0.47. ModelOpt matches them by `fnmatch`, and so does this module."""
+"""Patterns of modules that ModelOpt 0.47 does not quantise by default (`default_disabled_quantizers`). ModelOpt matches them by
+`fnmatch`, and so does this module.
+"""
 KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
 
 

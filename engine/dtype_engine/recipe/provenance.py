@@ -61,10 +61,10 @@ def recipe_text(
     lost: Sequence[ValueLoss] | None = None,
 ) -> str:
     """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
-    tensors whose casts lose values.
+    tensors with values that their cast makes infinite or zero.
 
-    title: the name of the model. versions: those of the libraries, by name. lost: the tensors whose casts lose values, if there is
-    no report. None if they were not determined.
+    title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one.
+    versions: those of the libraries, by name. lost: these tensors, if there is no report; None if they were not determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
@@ -79,7 +79,9 @@ def recipe_text(
 
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """Return the total numbers of overflowed and vanished values, or an empty mapping if `losses` is None."""
+    """Return three metrics: how many tensors lose values in their cast, how many values become infinite, and how many become zero.
+    losses: one entry for each such tensor. If it is None, the result is empty.
+    """
     if losses is None:
         return {}
     overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)

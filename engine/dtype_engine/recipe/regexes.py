@@ -31,7 +31,9 @@ _deadline: ContextVar[tuple[float, float] | None] = ContextVar("deadline", defau
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Limit the total time of all matching in the block to `seconds`. An outer limit that ends earlier still applies."""
+    """A context manager that limits the total time of all matching in its block to `seconds`. An outer limit that ends earlier
+    still applies.
+    """
     ends = time.perf_counter() + seconds
     outer = _deadline.get()
     token = _deadline.set((ends, seconds) if outer is None or ends < outer[0] else outer)
@@ -62,8 +64,9 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches, without limits on length and repeat counts. Use this
-    only for expressions that are cheap to compile. The arguments and errors are those of `compile_regex`.
+    """Compile an expression to a function that returns whether a name matches. In contrast to `compile_regex`, it does not limit
+    the length of the expression and its repeat counts, so use it only for expressions that are cheap to compile. The arguments and
+    errors are the same.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 

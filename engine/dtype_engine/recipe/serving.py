@@ -32,7 +32,9 @@ class Finding:
     """One limitation of a runtime that affects an export of the plan, and the tensors that it affects."""
 
     effect: Effect
-    """How the runtime treats the affected tensors."""
+    """How the runtime treats the affected tensors: it refuses to load them, computes with other values, leaves them unquantised
+    ("stays wide"), or runs slower.
+    """
     why: str
     source: str
     """The file and the function in the runtime's source code that implement the rule."""
@@ -56,8 +58,8 @@ class ServingLint:
 
 
 def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
-    """Return the reasons why a runtime would refuse, change or slow down an export of a plan, as far as they can be predicted.
-    activations: the setting `quantize_activations`.
+    """Predict why a runtime would refuse, change or slow down an export of a plan, and return the reasons. activations: the run
+    setting `quantize_activations`.
     """
     quantised = {
         name: dtype for name, dtype in context.plan.dtypes.items()
@@ -77,10 +79,10 @@ def _source(runtime: Runtime, file: str) -> str:
 
 
 def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield findings for weights in formats for which no public layout exists.
+    """Yield findings for weights in formats for which no public layout exists. An export stores such weights in a layout that only
+    this program reads, so the runtime refuses them.
 
-    An export stores such weights in a layout that only this program reads. quantised: the formats of the weights that the plan
-    casts to formats with scales, by weight name.
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
@@ -92,7 +94,8 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read this weight in the format `dtype`, which has scales, or None if another program can.
+    """Return why no other program can read a weight if an export stores it in the format `dtype`, or None if another program can.
+    name: the weight. dtype: a format with scales.
 
     experts: whether to treat experts that the model packs into one tensor as linear layers, which is how exports store them.
     """
@@ -111,7 +114,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
 
 
 def _packed_experts(tree: Tree, name: str) -> bool:
-    """Return whether this weight packs the experts of a layer, which the files store separately."""
+    """Return whether the weight `name` packs all experts of a layer into one tensor, and the files store each separately."""
     tensor = tree.tensors[name]
     return (
         len(tensor.shape) == 3
@@ -128,10 +131,10 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for quantised routers.
+    """Yield a finding for quantised routers of mixture-of-experts models. The runtime refuses them, because it creates routers with
+    `quant_config=None`, that is, without parameters for scales.
 
-    The runtime creates the routers of mixture-of-experts models with `quant_config=None`, that is, without parameters for scales.
-    quantised: formats by weight name.
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
@@ -140,8 +143,10 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for fused layers whose members have different formats. `should_ignore_layer` raises if it ignores only some
-    members. quantised: formats by weight name.
+    """Yield a finding for each group of layers that the runtime fuses, such as q, k and v, if the plan gives them different
+    formats. The runtime refuses them: its `should_ignore_layer` raises if it ignores only some members of a group.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     for group in split_groups(context.plan.dtypes):
         formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
@@ -150,8 +155,10 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
 
 
 def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for layers whose experts have different formats: `get_moe_method` raises if their projections' schemes
-    differ. quantised: formats by weight name.
+    """Yield a finding for each layer whose experts' projections have different formats. The runtime refuses them: its
+    `get_moe_method` raises.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     layers: dict[str, list[str]] = {}
     for name in context.plan.dtypes:
@@ -166,10 +173,10 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for quantised weights that runtimes fuse, such as q, k and v, if the model lacks one of the group.
+    """Yield a finding for each group of quantised weights that the runtime fuses, such as q, k and v, if the model lacks one of the
+    group. The runtime does not quantise such a fused layer, because its `_match_fused_layer` requires a match for every member.
 
-    Such a fused layer is not quantised, because `_match_fused_layer` requires a match for every member. quantised: formats by
-    weight name.
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
     for group in fused_groups(quantised):
@@ -181,9 +188,10 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for int8 weights whose inputs are not quantised.
+    """Yield a finding for int8 weights whose layers have unquantised inputs. The runtime refuses them: its
+    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights.
 
-    `_quantization_scheme_map_from_config` allows unquantised inputs only for float weights. quantised: formats by weight name.
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
@@ -193,8 +201,10 @@ def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iter
 
 
 def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for fused fp8 layers whose members have one scale each. Runtimes requantise all members with the largest
-    scale. quantised: formats by weight name.
+    """Yield a finding for each group of fp8 weights that the runtime fuses, if each weight has a single scale for the whole tensor.
+    The runtime then quantises all of them again with the largest scale, which changes values.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     written = _written(context, quantised)
     source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
@@ -203,8 +213,10 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for fused layers whose numbers of outputs are not multiples of the block size. `validate_fp8_block_shape`
-    raises. quantised: formats by weight name.
+    """Yield a finding for each group of weights that the runtime fuses, if the number of outputs of one of them is not a multiple
+    of the rows of a block. The runtime refuses them: its `validate_fp8_block_shape` raises.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     written = _written(context, quantised)
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
@@ -219,16 +231,20 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether the block's rows divide the number of outputs of every weight fused with `name`. True if none is."""
+    """Return whether the number of outputs of every layer that runtimes fuse with this weight's layer is a multiple of a block's
+    rows in the format `dtype`. Returns True if the weight is not fused.
+    """
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
     return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
 
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for weights whose shapes Marlin, the usual kernel for group-quantized integers, does not support: it needs
-    numbers of outputs that are multiples of 64, and numbers of inputs that are multiples of 128. On few devices another kernel
-    supports them. quantised: formats by weight name.
+    """Yield a finding for weights in group-quantized integers whose shapes Marlin, the usual kernel for this format, does not
+    support. Marlin needs numbers of outputs that are multiples of 64, and numbers of inputs that are multiples of 128. Only on few
+    devices is there another kernel for other shapes.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
@@ -248,8 +264,10 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for an export that would need several checkpoint layouts: SGLang supports only one, and not
-    `mixed-precision`. quantised: formats by weight name.
+    """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang, which supports only one layout per
+    checkpoint, and not `mixed-precision`.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
@@ -259,8 +277,10 @@ def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str])
 
 
 def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for weights with zero points, for SGLang. Its `_is_wNa16_group_channel` requires symmetric quantisation.
-    quantised: formats by weight name.
+    """Yield a finding for weights with zero points if the runtime is SGLang, whose `_is_wNa16_group_channel` requires symmetric
+    quantisation.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     names = tuple(
         name for name, dtype in _written(context, quantised).items()
@@ -272,8 +292,10 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
 
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield findings for weights whose runtime always quantises activations: DeepSeek's fp8 layout requests this, and vLLM does so
-    for MXFP4 and MXFP8 even without a request. quantised: formats by weight name.
+    """Yield findings for weights in formats for which the runtime always quantises activations, although the recipe does not:
+    DeepSeek's fp8 layout requests this, and vLLM does so for MXFP4 and MXFP8 even without a request.
+
+    quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
     deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:

@@ -49,9 +49,9 @@ def build_report(
 ) -> Report:
     """Return the report of a plan.
 
-    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe. no_drift:
-    why there is no measurement. lost: if there is no measurement, the weights whose casts lose values, or None if they were not
-    counted.
+    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, or None.
+    no_drift: why there is no measurement. lost: if there is no measurement, the weights with values that their cast makes infinite
+    or zero, or None if such values were not counted.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -91,8 +91,8 @@ def _top(drift: DriftReport) -> str:
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
-    """Return a section about weights whose casts lose values, or no section if no rule casts anything. losses: the losses of each
-    weight, or None if they were not counted.
+    """Return the report's section about weights with values that their cast made infinite or zero, as a list of one section. The
+    list is empty if no rule casts anything. losses: an entry for each such weight, or None if such values were not counted.
     """
     if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
         return []
@@ -183,9 +183,7 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 
 
 def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
-    """Return the section with the metrics of one measurement, or with the reason why there is no measurement. no_drift: this
-    reason.
-    """
+    """Return the section with the metrics of a measurement, or with the reason `no_drift` if there is none."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output

@@ -9,7 +9,7 @@ from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, S
 
 _BAR = 40
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
-"""What begins Markdown, HTML or, in the Markdown of GitHub, a link."""
+"""Matches characters that Markdown or HTML would interpret, including those that make GitHub turn a bare address into a link."""
 _PROFILE_ROWS = 60
 
 

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """Return the number of parameters, or `-` if all are tied to others. `> 1.2 M` and `unknown` mean that packed weights are not
-    counted.
+    """Return the number of parameters at or below a module as text. It is `> 1.2 M` or `unknown` if packed weights represent an
+    unknown number, and `-` if all tensors are tied weights that are counted elsewhere.
     """
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
@@ -42,7 +42,9 @@ def parameters_text(totals: Totals) -> str:
 
 
 def mix_text(totals: Totals) -> str:
-    """Return the share of each dtype in the bytes, as in `bf16 83 % · f32 17 %`, or only the dtype's name if there is one."""
+    """Return which fraction of the bytes each dtype has, as in `bf16 83 % · f32 17 %`, or only the dtype's name if there is just
+    one.
+    """
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.short_name(shares[0][0])
@@ -50,7 +52,9 @@ def mix_text(totals: Totals) -> str:
 
 
 def found_text(coverage: Coverage | None) -> str:
-    """Return the text that follows a model's name: the share of its tensors that its files have, or "" if that is unknown."""
+    """Return words that say how many of a model's tensors its files have, to be shown after the model's name, or "" if the number
+    is unknown.
+    """
     return f"; {coverage}" if coverage is not None else ""
 
 
@@ -100,7 +104,9 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 
 
 def generation_text(text: Generation) -> str:
-    """Return both continuations of a prompt. In each of them, the first token that differs is in brackets."""
+    """Return how the reference and the cast model continue a prompt, as text. In each continuation, the first token that differs is
+    in brackets.
+    """
     lines = [f"prompt     {_one_line(text.prompt)}"]
     for name, written in (("reference", text.reference), ("candidate", text.candidate)):
         same = text.same_tokens
@@ -115,7 +121,7 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """Return a sentence that says where two texts start to differ."""
+    """Return a sentence that says at which token the continuation by the cast model starts to differ from the reference's."""
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
     return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"
@@ -127,7 +133,7 @@ def _one_line(text: str) -> str:
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """Return one line for each tensor whose values the casts change, with the errors of its cast, in order of decreasing SQNR."""
+    """Return one line for each tensor with values that its cast changes: the errors of the cast. The highest SQNR comes first."""
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
@@ -168,7 +174,9 @@ def speed_text(report: SpeedReport) -> str:
 
 
 def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
-    """Return a row's cells: the median with its range, the tokens per second, and the speed relative to the first row."""
+    """Return the cells of one row of the speed table: the median time with its range, the tokens per second, and the speed relative
+    to the table's first row.
+    """
     cells = [
         f"{seconds_text(row.seconds)} ({seconds_text(row.fastest)} to {seconds_text(row.slowest)}, {row.repeats} passes)"
     ]

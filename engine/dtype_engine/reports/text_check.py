@@ -41,7 +41,9 @@ def by_kind(report: CheckReport) -> dict[str, list[Finding]]:
 
 
 def check_json(report: CheckReport) -> dict[str, Any]:
-    """Return the report as a JSON object, with the title, the reason and the public issues of each kind that was found."""
+    """Return the report as a JSON object. For each kind of problem that was found, it also says why the problem matters, and names
+    public issues about it.
+    """
     return {**as_json(report), "kinds": {kind: as_json(KINDS[kind]) for kind in by_kind(report)}}
 
 

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""If a module's drift exceeds the whole drift this many times, drifts cancel each other, and no percentages are shown."""
+"""Percentages of the whole drift are shown only if no module's own drift exceeds the whole drift this many times. Otherwise, the
+drifts of several modules cancel each other.
+"""
 
 
 def extent_text(extent: Extent) -> str:
@@ -50,7 +52,9 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def modules_extent_text(report: DriftReport) -> str:
-    """Return words that say how many sequences the metrics of modules cover, as in `2 of 6 sequences`, or "" if they cover all."""
+    """Return how many sequences the drift of single modules was measured on, as in `2 of 6 sequences`, or "" if it was measured on
+    all.
+    """
     extent = report.sequences
     if report.modules_sequences >= extent.total:
         return ""
@@ -78,7 +82,10 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return lines with a word that rates the drift and, if `floor` is given, the noise floor and how it was measured."""
+    """Return lines that rate the drift with a word such as "small" and, if `floor` is given, say what the noise floor is and how it
+    was measured. output: the drift of the main output. modules: the drift of the modules, which may differ although the output does
+    not.
+    """
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:
         return lines
@@ -101,7 +108,9 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of a remedy: `the output is finite with it` or, if it was finite before, the SQNR without and with it."""
+    """Return the effect of the rule that was suggested against non-finite values: `the output is finite with it` or, if the output
+    was finite before, the SQNR without and with the rule.
+    """
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
         return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")
@@ -119,7 +128,9 @@ def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
 
 
 def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return a sentence about the values beyond the dtype's range or a constant the dtype can't hold, or "" if both are unknown."""
+    """Return a sentence about the values that the dtype can't hold: values beyond its range, or a constant in the model's code.
+    Returns "" if they are unknown.
+    """
     if diagnosis.constant is not None and diagnosis.limit is not None:
         if abs(diagnosis.constant) > 1:
             beyond = f"is beyond the range of {diagnosis.dtype}, which holds up to {diagnosis.limit:.5g}"
@@ -160,7 +171,7 @@ def share_words(contribution: Contribution) -> str:
 
 
 def causes_footing(report: AttributionReport) -> str:
-    """Return a sentence with the drift of the whole recipe and the sum of the contributions."""
+    """Return a sentence that compares the drift of the whole recipe with the sum of the drifts that single modules cause."""
     together = (
         f", {100 * report.together / report.whole:.0f} % of it" if report.whole and math.isfinite(report.whole) else ""
     )

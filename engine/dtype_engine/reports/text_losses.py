@@ -1,4 +1,4 @@
-"""Formats sentences about the values that casts lose."""
+"""Formats sentences about weight values that a cast makes infinite or zero, or clips. Such values are called lost."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loss_sentence(loss: ValueLoss) -> str:
 
 
 def loss_words(loss: ValueLoss) -> str:
-    """Return how the cast of one tensor lost values, as in `64 of 128 values became infinite in float16`."""
+    """Return how many values of one tensor its cast made infinite or zero, as in `64 of 128 values became infinite in float16`."""
     parts = []
     if loss.overflowed:
         parts.append(f"{_of(loss.overflowed, loss)} became infinite")
@@ -52,7 +52,9 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 
 def headline(losses: Sequence[ValueLoss]) -> str:
-    """Return the sum of all losses: `64 values became infinite, 12 became zero, in 2 tensors`; "" if values were only rounded."""
+    """Return the numbers of values that casts made infinite or zero, over all tensors: `64 values became infinite, 12 became zero,
+    in 2 tensors`. Returns "" if values became zero only by ordinary rounding (`ValueLoss.is_rounding`).
+    """
     lost = severe(losses)
     if not lost:
         return ""
@@ -67,8 +69,8 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors whose losses are more than rounding, the number of others, and a
-    sentence that sums up the tensors in which small values are rounded to zero.
+    """Return sentences about the values that casts made infinite or zero: one for each of the first `most` tensors, how many more
+    such tensors there are, and one for all tensors in which values became zero by ordinary rounding (`ValueLoss.is_rounding`).
     """
     lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
@@ -83,19 +85,25 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
-    """Return a sentence for each of the first `most` tensors whose losses are more than rounding, and the number of others."""
+    """Return sentences about the values that casts made infinite or zero: one for each of the first `most` tensors, and how many
+    more such tensors there are. Tensors with only ordinary rounding to zero (`ValueLoss.is_rounding`) are left out.
+    """
     lost = severe(losses)
     lines = [loss_sentence(loss) for loss in lost[:most]]
     return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
-    """Return the lines about losses in a report for a terminal, or an empty list if no values are lost."""
+    """Return the lines of a terminal report about values that casts made infinite or zero, or an empty list if there are none.
+    losses: an entry for each tensor with such values.
+    """
     return [f"{'lost' if not index else '':<10} {line}" for index, line in enumerate(loss_sentences(losses))]
 
 
 def loss_notice(losses: Sequence[ValueLoss]) -> str:
-    """Return one line about the losses for standard error or a notice, or "" if values were only rounded."""
+    """Return one line, for standard error or a notice, about values that casts made infinite or zero: the worst tensor and the
+    number of others. Returns "" if values became zero only by ordinary rounding.
+    """
     lost = severe(losses)
     if not lost:
         return ""
@@ -104,7 +112,9 @@ def loss_notice(losses: Sequence[ValueLoss]) -> str:
 
 
 def remedy_lines(remedy: LossRemedy | None) -> list[str]:
-    """Return lines with the rules that keep the lost values, and the drift without these rules and with them."""
+    """Return lines that suggest rules against casts that make values infinite or zero, with the drift without and with these rules.
+    If `remedy` is None, the line says that no rules are needed.
+    """
     if remedy is None:
         return ["suggest    nothing: no cast loses values, except by rounding"]
     casts = " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in remedy.rules)
@@ -112,7 +122,9 @@ def remedy_lines(remedy: LossRemedy | None) -> list[str]:
 
 
 def remedy_words(remedy: LossRemedy) -> str:
-    """Return what the rules of a remedy change, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
+    """Return how the suggested rules change drift and size, as in `tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`,
+    or why the rules were not tried.
+    """
     size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
     if remedy.before is None or remedy.after is None:
         return f"not tried: {printable(remedy.reason, 400)}; {size}"

@@ -17,7 +17,9 @@ _ROWS = 20
 
 
 def scan_text(report: ScanReport) -> str:
-    """Return the sum of the scores in each dtype, and the weights with the highest scores."""
+    """Return the text of a scan's report: for each dtype the sum of all weights' scores (predicted drifts), and the weights with
+    the highest scores.
+    """
     how = "each measured alone" if report.exact else f"estimated, {report.draws} backward passes a sequence"
     passes = report.scan_seconds / report.forward_seconds if report.forward_seconds else math.nan
     lines = [

@@ -1,4 +1,6 @@
-"""Results that explain a drift: the noise floor, the causes, the first values that are not finite, and remedies for lost values."""
+"""Results that explain a drift: the noise floor, the modules that cause the drift, the first values that are not finite, and rules
+against casts that make values infinite or zero.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ class NoiseFloor:
     top1_agreement: float | None = None
 
     def covers(self, output: OutputDrift) -> bool:
-        """Return whether a drift is at most the floor, and so only noise. The two are compared by mean KL if both have it,
-        otherwise by SQNR.
+        """Return whether a drift may be only noise, because it is not above the noise floor. The drift and the floor are compared
+        by mean KL if both have one, otherwise by SQNR.
         """
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
@@ -53,9 +55,11 @@ class Contribution:
     name: Name
     """The name of the module or of the subtree's topmost module."""
     modules: int
-    """How many modules that use weights it contains: 1 for a single module."""
+    """How many modules with weights the subtree contains; 1 for a single module."""
     drift: float
-    """The drift of the main output if only this module or subtree is cast, in the report's unit. Infinite if it is not finite."""
+    """The drift of the main output, in the report's unit, if only this module or subtree is cast. It is infinity if the output is
+    not finite.
+    """
     share: float | None
     """`drift` divided by the drift of the whole recipe on the same inputs, or None if the quotient is not finite."""
     local_sqnr_db: float | None = None
@@ -112,34 +116,38 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """If there is no remedy, the reason. Otherwise, a note if the reference has other values that are not finite, or ""."""
+    """Why there is no remedy. If there is one, a note if the reference itself has values that are not finite, otherwise ""."""
     constant: float | None = None
     """A constant in the model's code that the dtype can't represent: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None
-    """The drift of the main output without the remedy."""
+    """The drift of the main output without the rule `remedy`."""
     after: OutputDrift | None = None
-    """The drift of the main output with the remedy, over the same inputs as `before`. None if there is no remedy."""
+    """The drift of the main output with the rule `remedy`, over the same inputs as `before`. None if there is no such rule."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossRemedy:
-    """Rules that keep the values which a recipe loses. The user adds them after the recipe's own rules."""
+    """Suggested rules for tensors with values that the recipe's casts make infinite or zero. The user adds them after the recipe's
+    own rules.
+    """
 
     rules: tuple[str, ...]
     tensors: tuple[Name, ...]
-    """The tensors that the rules match. Each gets the nearest dtype that can hold its values."""
+    """The tensors that the suggested rules match. Each gets the nearest dtype in which its values are only rounded, or its stored
+    dtype.
+    """
     planned_bytes_before: int
-    """The planned bytes of the whole model without the rules."""
+    """The bytes of the whole model in its planned dtypes, without the suggested rules."""
     planned_bytes: int
-    """The planned bytes of the whole model with the rules."""
+    """The bytes of the whole model in its planned dtypes, with the suggested rules."""
     before: OutputDrift | None = None
-    """The drift of the main output without the rules, or None if the model can't be run."""
+    """The drift of the main output without the suggested rules, or None if the model can't be run."""
     after: OutputDrift | None = None
-    """The drift of the main output with the rules, over the same inputs as `before`."""
+    """The drift of the main output with the suggested rules, over the same inputs as `before`. None if it was not measured."""
     reason: str = ""
-    """Why the effect of the rules was not measured, for example because the model can't be run."""
+    """Why the effect of the suggested rules was not measured, for example because the model can't be run."""
 
     @property
     def improves(self) -> bool:
-        """Whether the rules were tried and reduce the drift of the output."""
+        """Whether the suggested rules were tried and reduce the drift of the main output."""
         return self.before is not None and self.after is not None and drifts_less(self.after, self.before)

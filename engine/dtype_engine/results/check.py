@@ -10,7 +10,7 @@ from dtype_engine.results.coverage import Coverage
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of finding."""
+    """A kind of problem that a check of a checkpoint can find."""
 
     title: str
     why: str
@@ -125,7 +125,7 @@ class Finding:
     tensor: Name
     """The name of whatever has the problem: a tensor, a file or a field of config.json."""
     what: str
-    """The problem, in words that follow the name in `tensor`."""
+    """A description of the problem, which completes a sentence that begins with the name in `tensor`."""
     file: str = ""
     """The name of the file in which the problem was found."""
 
@@ -140,7 +140,7 @@ class CheckReport:
     scales: int
     """How many scale tensors were read."""
     values: int | None
-    """For how many tensors the values were read, or None if the user did not request this."""
+    """The number of tensors whose values were read, or None if the user did not ask for reading values."""
     seconds: float
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...] = ()
@@ -148,4 +148,6 @@ class CheckReport:
     against: str | None = None
     """The checkpoint with which the checked checkpoint was compared."""
     coverage: Coverage | None = None
-    """How many of the tensors that the architecture (or else the index) lists the files have. None if both are unknown."""
+    """How many of the model's tensors the files have. The model's tensors are those of its architecture or, if this is unknown,
+    those that the index lists. None if there is no index either.
+    """

@@ -11,7 +11,9 @@ from dtype_engine.core.units import plural
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many of the tensors that a model or an index lists are in the files."""
+    """Which of a model's tensors are in its files. The tensors of the model are known from its architecture or from the
+    checkpoint's index.
+    """
 
     expected: int
     missing: tuple[str, ...] = ()
@@ -27,7 +29,9 @@ class Coverage:
         return f"{self.found:,} of {plural(self.expected, 'tensor')} found"
 
     def sentences(self, model: str) -> tuple[str, ...]:
-        """Return sentences about tensors of `model` that the files lack, and tensors of the files that it does not use, or ()."""
+        """Return sentences for the user: one if the files lack tensors of the model, and one if the model does not use tensors of
+        the files. Returns () if neither is so. model: the name of the model class.
+        """
         said = []
         if self.missing:
             said.append(

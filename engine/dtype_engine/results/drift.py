@@ -186,7 +186,9 @@ class ImplicitCastStats:
 
     @property
     def in_torch(self) -> str:
-        """One word for what plain torch does here: `promotes` or `raises`, or `rounded` if the setting rounds an activation."""
+        """One word for what plain torch does with these dtypes: it `promotes` or `raises`. For an activation that was rounded
+        because of the setting `quantize_activations`, the word is `rounded`.
+        """
         if self.target in dtypes.STORAGE_DTYPES:
             return "rounded"
         return "raises" if self.torch_raises else "promotes"
@@ -199,7 +201,9 @@ class Seconds:
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """Whether the candidate's passes skipped modules with unchanged outputs, so that `candidate` is no time of whole passes."""
+    """Whether the candidate's passes skipped modules whose outputs were known. If so, `candidate` is less than the time of whole
+    passes.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,7 +243,9 @@ class Extent:
         return f"; {plural(self.left_out, 'padding position')} left out" if self.left_out else ""
 
     def is_within(self, precision: float | None) -> bool:
-        """Return whether `error` is at most `precision`, or all inputs were run. If `precision` is None, only the latter counts."""
+        """Return whether the metrics are precise enough: all inputs were run, or `error` is at most `precision`. If `precision` is
+        None, all inputs must have been run.
+        """
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
     def rest_for(self, precision: float | None) -> float:
@@ -285,7 +291,7 @@ class DriftReport:
     """How many sequences the metrics of `modules` cover: all, or about a sixth of the inputs, which includes the first sequence."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose casts lose values."""
+    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations` of the measurement."""
     coverage: Coverage | None = None
@@ -299,7 +305,9 @@ class DriftReport:
 
     @property
     def inputs_run(self) -> str:
-        """A description of the inputs, with the number of sequences that were run if not all were run, and of padding."""
+        """A description of the inputs. If not all sequences were run, it says how many were. If positions were left out as padding,
+        it says how many.
+        """
         run = self.sequences
         words = self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
         return words + run.left_out_text

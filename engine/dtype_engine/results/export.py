@@ -35,9 +35,11 @@ class ExportReport:
     seconds: float
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose casts lose values."""
+    """The weights with values that their cast made infinite or zero, or clipped, with the numbers of such values."""
     coverage: Coverage | None = None
-    """How many of the model's tensors (or, if unknown, of those in its index) the source has. None if both are unknown."""
+    """How many of the model's tensors are in the source checkpoint. If the model's tensors are unknown, those that the checkpoint's
+    index lists are counted. None if there is no index either.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,13 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from those of the source's tensor after `Tensor.to(dtype)`, where NaN equals NaN. None for a tensor
-    that was decoded from codes and scales or from blocks, which are no cast.
+    """How many elements differ from those of the source's tensor after it is cast to this dtype with `Tensor.to`; NaN equals NaN.
+    None for a tensor that is not the result of such a cast, because it was decoded from codes with scales.
     """
     max_abs: float
-    """The largest |Δ| between the two tensors' values; infinity if a value is finite in one of them only."""
+    """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of
+    them.
+    """
 
     @property
     def exact(self) -> bool:
@@ -82,10 +86,10 @@ class CastReport:
     differences: tuple[TensorDifference, ...]
     """Tensors that only the checkpoint or only its source has, and tensors whose shapes in the two differ."""
     uncompared: tuple[TensorDifference, ...]
-    """Weights whose codes this program does not decode, each with the reason."""
+    """Weights that could not be compared, because this program does not decode their codes, each with the reason."""
     seconds: float
     unchecked: tuple[str, ...] = ()
-    """A sentence for each property that was not compared."""
+    """Sentences for the user about what was not compared, and may differ."""
 
     @property
     def same(self) -> bool:
@@ -101,7 +105,9 @@ class VerifyReport:
     model: str
     rules: tuple[str, ...]
     tensors: int
-    """How many tensors were compared bit for bit. Both sides are read with other programs' loaders."""
+    """How many tensors of the export were compared bit for bit. The export and its source are both read with other programs'
+    loaders.
+    """
     nbytes: int
     differences: tuple[TensorDifference, ...]
     seconds: float
@@ -110,9 +116,9 @@ class VerifyReport:
     drift_after: OutputDrift | None = None
     """The drift of the weights loaded from the export, against the same reference as `drift_before`."""
     unchecked: tuple[str, ...] = ()
-    """A sentence for each property that was not compared."""
+    """Sentences for the user about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()
-    """The weights whose casts lost values, as recorded in the export's recipe file."""
+    """The weights with values that their cast made infinite or zero, as recorded in the export's recipe file."""
 
     @property
     def same(self) -> bool:

@@ -1,4 +1,4 @@
-"""The values of weights that casts lose, as plain data."""
+"""How many values of a weight a cast makes infinite or zero, or clips, as plain data. Such values are called lost."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""If the share of a tensor's values that become zero in a floating-point dtype is below this, the loss may count as rounding."""
+"""If a cast to a floating-point dtype makes a smaller fraction of a tensor's values zero, this may count as ordinary rounding."""
 
 
 def _rounds_to_zero(dtype: str) -> bool:
-    """Return whether a dtype is an integer or a float of less than 8 bits. In these, all values under half a step become zero, as
-    rounding: of normally distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if there are outliers.
+    """Return whether a dtype is so coarse that making small values zero is ordinary rounding: an integer, or a float of less than 8
+    bits. All values under half a step become zero: of normally distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if
+    there are outliers.
     """
     row = dtypes.BY_NAME[dtype]
     return row.kind == "int" or row.bits < 8
@@ -22,11 +23,11 @@ def _rounds_to_zero(dtype: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ValueLoss:
-    """How many elements of one tensor were lost in its cast to `dtype`: they overflowed, saturated or became zero. The counts are
-    exact.
+    """How many values of one tensor its cast to `dtype` made infinite or zero, or clipped to the dtype's largest value. The counts
+    are exact.
 
-    Casts to dtypes with scales (float8, int8) always round values near zero to zero. A list of losses leaves out tensors with no
-    loss other than such rounding; `is_rounding` defines it.
+    Casts to dtypes with scales (float8, int8) always make some small values zero, which is ordinary rounding (`is_rounding`). Lists
+    of such casts leave out tensors to which nothing else happened.
     """
 
     tensor: Name
@@ -38,8 +39,8 @@ class ValueLoss:
     elements: int
     """The number of elements of the tensor."""
     channels: int = 0
-    """The number of output channels that lost more than half of their nonzero values. A channel is a row of the first dimension, a
-    vector is one channel, and in a block format a row of blocks is one.
+    """The number of output channels in which more than half of the nonzero values became zero. A channel is an index of the
+    tensor's first dimension. A vector counts as one channel and, in a block format, a row of blocks does.
     """
     saturated: int = 0
     """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""
@@ -48,8 +49,8 @@ class ValueLoss:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the loss is only rounding: nothing overflowed or saturated, every channel kept at least half of its values, and
-        fewer than 1 in 100 values became zero (any number in integers and below 8 bits).
+        """Whether the cast did no more than round small values to zero: no value became infinite or was clipped, every channel kept
+        at least half of its values, and fewer than 1 in 100 values became zero (any number in integers and below 8 bits).
         """
         if self.overflowed or self.saturated or self.channels:
             return False
@@ -57,11 +58,15 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether a list of losses includes this one: it is more than rounding, or values became zero in a dtype without scales."""
+        """Whether lists of casts that lose values include this tensor: the loss is more than rounding, or values became zero in a
+        dtype without scales.
+        """
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
-    """Return the losses that are more than rounding, those with the largest fraction of overflowed, then vanished values first."""
+    """Return the entries in which a cast did more than round small values to zero. Those with the largest fraction of values that
+    became infinite come first, then those with the largest fraction that became zero.
+    """
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))

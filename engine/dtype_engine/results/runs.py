@@ -55,7 +55,9 @@ class SpeedRow:
     repeats: int
     tokens_per_second: float | None
     under_rules: bool
-    """Whether plain torch would refuse this mix of dtypes, so that the measured times include casts that this program inserts."""
+    """Whether plain torch would refuse to run the model in this mix of dtypes. The measured times then include casts that this
+    program inserts.
+    """
 
 
 @dataclass(frozen=True, slots=True)

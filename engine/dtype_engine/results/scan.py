@@ -114,7 +114,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """The recipe that a search found, and the whole Pareto front."""
+    """The recipe that a search found, and all points of the Pareto front of planned bytes and predicted drift."""
 
     model: str
     unit: str
@@ -128,9 +128,9 @@ class SearchReport:
     """The measured drift of the recipe, or None if it was not measured."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
-    """The weights that lose values when the recipe casts them."""
+    """The weights with values that the recipe's casts make infinite or zero, or clip, with the numbers of such values."""
     candidates: tuple[Candidate, ...] = ()
-    """The recipes that the search measured to choose the recipe of this report."""
+    """The recipes that the search measured. The best of them is the recipe of this report."""
     held_out: str | None = None
     """A description of the inputs on which the candidates were measured."""
     coverage: Coverage | None = None

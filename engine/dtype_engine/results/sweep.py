@@ -18,7 +18,7 @@ class SweepRow:
     rules: tuple[str, ...]
     planned_bytes: int
     drift: float
-    """The metric by which recipes are ranked; infinity if the output is not finite."""
+    """The drift by which recipes are ranked, in the report's unit. It is infinity if the output is not finite."""
     best: bool
     """Whether the output is finite and no other recipe is at least as good in planned bytes and drift and better in one of them."""
     output: OutputDrift
@@ -36,8 +36,8 @@ class SweepReport:
 
 
 def sweep_rows(measured: Sequence[tuple[str, tuple[str, ...], int, float, OutputDrift]]) -> tuple[SweepRow, ...]:
-    """Return rows for tuples (path of a recipe file, its rules, planned bytes, drift, output), sorted by bytes, with the best
-    recipes marked.
+    """Return one row for each measured recipe, with the best recipes marked. The smallest recipe comes first. measured: for each
+    recipe, (path of its file, its rules, its planned bytes, its drift in the report's unit, the drift of the main output).
     """
     return tuple(
         SweepRow(

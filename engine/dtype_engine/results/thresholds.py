@@ -26,7 +26,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a drift meets one limit. An output that lacks the metric or is not finite fails."""
+    """Whether a drift meets one limit. It does not if the output has no such metric or is not finite."""
 
     name: str
     """The name of the limit in `Thresholds`."""

@@ -36,7 +36,8 @@ from dtype_engine.results.check import CheckReport, Finding
 from dtype_engine.results.coverage import Coverage
 
 Progress = Callable[[str, int, int], None]
-"""A progress callback. Its arguments are what is being read ("scales" or "values"), the amount read so far, and the total amount.
+"""A callback for the progress of a check. It is called with what is being read ("scales" or "values"), the amount read so far, and
+the total amount. Scales are counted in tensors, values in bytes.
 """
 _SCALE_PARTS = ("_scale_2", "_global_scale", "_weight_per_tensor_scale", ".nested_absmax")
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "shared.weight", "embed_in.weight")
@@ -57,8 +58,8 @@ def check(
 ) -> CheckReport:
     """Check a checkpoint for errors, and return a report of the findings.
 
-    title, against_title: the names of both checkpoints in the report. against: the source checkpoint, which should have the same
-    tensors. values: whether to read also the values of all tensors. Raises UserError if a file can't be read.
+    title, against_title: the names of `checkpoint` and `against` in the report. against: the source checkpoint, which should have
+    the same tensors. values: whether to read the values of all tensors, too. Raises UserError if a file can't be read.
     """
     started = time.perf_counter()
     tensors, config = checkpoint.foreign, checkpoint.config or {}
@@ -98,8 +99,8 @@ def check(
 
 
 def architecture_findings(coverage: Coverage, model: str) -> tuple[Finding, ...]:
-    """Return a finding for each tensor that only the architecture has, and for each that only the checkpoint's files have. model:
-    the name of the model class, for the findings.
+    """Return a finding for each tensor that the model's architecture has and the checkpoint's files lack, and for each tensor that
+    the files have and the architecture lacks. coverage: the result of comparing both. model: the name of the model class.
     """
     missing = (Finding("missing-tensor", name, f"is in {model} and in no file") for name in coverage.missing)
     unused = (Finding("unused-tensor", name, f"has no place in {model}") for name in coverage.unused)
@@ -140,8 +141,8 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of scale tensors that were read, and one finding for each scale tensor that holds invalid scales. weights:
-    the weights that other programs quantised.
+    """Return the number of scale tensors that were read, and one finding for each scale tensor with invalid scales (such as NaN or
+    zero). weights: the weights of the checkpoint that other programs quantised.
     """
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
@@ -173,9 +174,11 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
 
 
 def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield findings for layers that runtimes fuse but whose quantised formats or per-tensor scales differ. weights: the weights
-    that other programs quantised. broken: modules with an earlier finding. They are skipped, because the earlier finding already
-    explains such a difference.
+    """Yield a finding for each group of layers that runtimes fuse (such as q, k and v) whose members have different quantised
+    formats or different per-tensor scales.
+
+    weights: the weights that other programs quantised. broken: modules about which there is already a finding. Their groups are
+    skipped, because that finding explains the difference.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -244,8 +247,9 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of tensors that were read, and one finding for each tensor that holds NaN or infinity, or whose values are
-    all equal. weights: names of the weights. Equal values are reported only for weights.
+    """Return the number of tensors whose values were read, and a finding for each tensor that holds NaN or infinity, and for each
+    weight whose values are all equal. weights: the names of the tensors that hold weights; equal values in any other tensor are no
+    problem.
     """
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
     findings = []
@@ -271,8 +275,11 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
 def _against(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Yield findings for the differences from the source, `against`: tensors that only one of the two has, and unequal shapes.
-    weights: the weights that other programs quantised. parts: the names of all tensors that belong to them.
+    """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only the checkpoint or only the source
+    has, and for each tensor whose shape in the source is another.
+
+    weights: the weights of the checkpoint that other programs quantised. parts: the names of the tensors (codes, scales, ...) that
+    store these weights.
     """
     of_weights = {weight.name for weight in weights} | checkpoint.quantized.keys()
     source = {weight.name for weight in packed_weights(against.foreign)}

@@ -44,9 +44,11 @@ _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]) -> Iterator[Finding]:
-    """Yield findings for codes that lack their scales or another required tensor, and for scales that lack their codes.
+    """Yield a finding for each tensor of quantised codes that lacks its scales or another required tensor, and for each tensor of
+    scales that lacks its codes.
 
-    weights: all weights with codes and scales. parts: the names of all tensors that belong to these weights.
+    tensors: all tensors of the checkpoint, by name. weights: the weights that have codes and scales. parts: the names of all
+    tensors that belong to these weights.
     """
     for weight in weights:
         for suffix in _needed(weight, tensors):
@@ -85,7 +87,9 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a sentence about the first part of a quantised weight that lacks another part, or () if all parts are there."""
+    """Say in one sentence which tensor of a quantised weight lacks another that it needs, such as codes without scales. Returns a
+    tuple of this sentence about the first such tensor, or () if no tensor is missing.
+    """
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
     more = f" (and {len(found) - 1} more, which `dtype-engine check` lists)" if len(found) > 1 else ""
@@ -156,7 +160,8 @@ def _scale_shapes(
     weight: PackedWeight, codes: Shape, scale: Shape, tensors: Tensors, config: Mapping[str, Any]
 ) -> tuple[Shape, ...]:
     """Return all shapes that the scales of a weight may have, or () if the weight's quantisation layout does not determine them.
-    codes, scale: the shapes of the codes and of the scales in the file.
+    codes, scale: the shapes of the codes and of the scales in the file. tensors: all tensors of the checkpoint, by name. config:
+    the content of config.json, which may give the block size.
     """
     if f"{weight.stem.rpartition('.')[0]}.comfy_quant" in tensors:
         return ()  # these are in the order of the tensor cores, and padded
@@ -202,8 +207,9 @@ def _scale_shapes(
 
 
 def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Shape, ...]:
-    """Return the shape that the scales of a GPTQ or AWQ weight must have, given the shape of the codes. GPTQ packs codes along the
-    inputs, AWQ along the outputs. Returns () if the configuration does not give bits and group size.
+    """Compute the shape that the scales of a GPTQ or AWQ weight must have. GPTQ packs codes along the inputs, AWQ along the
+    outputs. Returns a tuple with this shape, or () if the configuration does not give bits and group size. codes: the shape of the
+    codes.
     """
     declared = config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
@@ -217,8 +223,8 @@ def _gptq_shapes(weight: PackedWeight, codes: Shape, tensors: Tensors, config: M
 
 
 def _other_shapes(weight: PackedWeight, codes: Shape, scale: Shape) -> Iterator[tuple[str, Shape]]:
-    """Yield (suffix, expected shape) for a weight's tensors other than codes and scales, if their shape is known. codes, scale: the
-    shapes of the codes and of the scales in the file.
+    """Yield (suffix of the tensor's name, expected shape) for the tensors of a weight that are neither codes nor scales, such as
+    zero points. Tensors of unknown shape are left out. codes, scale: the shapes of the weight's codes and scales in the file.
     """
     if weight.layout is MLX:
         yield "biases", scale

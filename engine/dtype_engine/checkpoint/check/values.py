@@ -1,4 +1,6 @@
-"""Reads the bytes of tensors in pieces. Counts invalid scales and non-finite values, and finds constant and equal tensors."""
+"""Reads the bytes of tensors, one piece of a file after another. Counts invalid scales, and NaN and infinite values; finds tensors
+whose values are all equal; and compares two tensors bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ if TYPE_CHECKING:
     Codes = numpy.ndarray[Any, numpy.dtype[Any]]
 
 _PIECE = 16 << 20
-"""Maximum number of a tensor's bytes that are held in memory at a time."""
+"""Maximum number of a tensor's bytes that are read, and so held in memory, at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleCounts:
-    """Numbers of invalid scales in a tensor."""
+    """How many scales of a tensor are NaN, infinite, zero and negative."""
 
     nan: int = 0
     infinite: int = 0
@@ -38,8 +40,8 @@ class ScaleCounts:
 
 
 def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
-    """Yield the bytes of a range of a file in pieces. Raises UserError if the file can't be read or is too short. nbytes: the size
-    of a piece.
+    """Read a range of a file, and yield its bytes in pieces of `nbytes` bytes. Raises UserError if the file can't be read or is too
+    short.
     """
     with reading(where.file), open_regular(where.file) as file:
         file.seek(where.start)
@@ -85,10 +87,11 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Split the raw bytes of floating-point values into integers. Returns (bit patterns without the sign bit, signs, the largest
-    such bit pattern that is not NaN), or None for an unsupported dtype.
+    """Decode raw bytes of floating-point values, so that NaN and infinity can be found by integer comparison. Returns (each value's
+    bits as an integer, without the sign bit; whether each value is negative; the largest such integer that is not NaN), or None for
+    an unsupported dtype.
 
-    The largest bit pattern is that of infinity or, if the dtype lacks infinity, of the largest finite value.
+    The largest integer is that of infinity or, if the dtype lacks infinity, of the largest finite value.
     """
     import numpy as np
 

@@ -56,8 +56,8 @@ class Unsupported:
 
     why: str
     part: Part
-    """What the target changes. "dtype": the tensors get another dtype. "scale": they get the planned dtype, but their scales are
-    computed by another rule.
+    """What differs from the plan. "dtype": the tensors get another dtype. "scale": they get the planned dtype, but the tool
+    computes their scales by another rule.
     """
     planned: str
     instead: str
@@ -73,7 +73,7 @@ class Conversion:
     text: str
     """The content of the file that the other tool reads."""
     patterns: tuple[tuple[str, str], ...]
-    """Each pattern in the tool's syntax with the dtype that its tensors get."""
+    """Pairs of a pattern in the tool's syntax and the dtype that the tensors matched by it get."""
     base: str | None
     """The dtype of all tensors that no pattern matches, or None if the tool has no default dtype."""
     left_out: tuple[Unsupported, ...]
@@ -103,9 +103,13 @@ class Target:
     """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
-    """Returns the canonical names of all tensors that the tool's patterns can affect."""
+    """A function that takes the context (plan and model) and returns the canonical names of all tensors that the tool's patterns
+    can affect.
+    """
     match: Callable[[Context, str], Match]
-    """Matches a pattern as the tool does. Raises PatternError for an invalid regular expression."""
+    """A function that takes the context (plan and model) and a pattern, and returns the tensors that the tool would match. It
+    raises PatternError for an invalid regular expression.
+    """
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
@@ -119,17 +123,23 @@ def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object
 
 
 def first(patterns: Sequence[str]) -> int:
-    """Return the index of the winning pattern for a target in which the first matching pattern wins."""
+    """A `Target.precedence` for tools that apply the first matching pattern. Returns its index in `patterns`, which all match one
+    tensor.
+    """
     return 0
 
 
 def last(patterns: Sequence[str]) -> int:
-    """Return the index of the winning pattern for a target in which the last matching pattern wins."""
+    """A `Target.precedence` for tools that apply the last matching pattern. Returns its index in `patterns`, which all match one
+    tensor.
+    """
     return len(patterns) - 1
 
 
 def exact_first(patterns: Sequence[str]) -> int:
-    """Return the index of the winning pattern for a target in which an exact name wins over regular expressions."""
+    """A `Target.precedence` for tools that apply an exact name before any regular expression, and otherwise the first matching
+    pattern. Returns its index in `patterns`, which all match one tensor.
+    """
     return next((index for index, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
 
@@ -148,14 +158,14 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The parts of a plan that a quantiser can apply: the weights to quantise, and one dtype in which it loads the rest."""
+    """A plan as a quantiser can apply it: the weights to quantise, and one dtype in which all other tensors are loaded."""
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantised, by the weight's canonical name."""
     base: str
     """The dtype of all tensors that are not in `low`, that is, not quantised."""
     losses: UnsupportedList
-    """The tensors to which the tool gives a dtype other than the planned one."""
+    """The tensors to which the tool can't give their planned dtype, each with the dtype that it gets instead."""
 
     def by_dtype(self) -> dict[str, list[str]]:
         """Return the names of the weights to quantise, for each dtype, in the model's order."""
@@ -173,13 +183,12 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Return the weights that the tool named `tool` can quantise as planned, and the tensors to which it can't give their planned
-    dtype.
+    """Split a plan into what the tool named `tool` can do, and return the result: the weights that it can quantise as planned, one
+    dtype for all other tensors, and the tensors to which it can't give their planned dtype.
 
-    The tool quantises the `weight` of modules of the classes `kinds` to the dtypes `formats`, and loads everything else in one
-    dtype. by_transformers: whether transformers loads the model, which keeps modules in float32 if the model's code requires this.
-    also: a further check, called with a module and a dtype. It returns why the tool can't quantise the module's weight to this
-    dtype, or None.
+    formats: the dtypes to which the tool quantises. kinds: the module classes whose `weight` it quantises. by_transformers: whether
+    transformers loads the model, which keeps modules in float32 if the model's code requires this. also: a further check, called
+    with a module and a dtype. It returns why the tool can't quantise the module's weight to this dtype, or None.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -244,8 +253,8 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype (such as bfloat16) of most elements under the plan. If no tensor is planned in a compute dtype,
-    return that of most elements as stored. planned: dtypes by tensor name.
+    """Return the compute dtype (such as bfloat16) that most elements of these tensors have under the plan or, if none has a compute
+    dtype under the plan, the one that most have as stored. planned: dtypes by tensor name.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
@@ -268,8 +277,8 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
-    """Return a mapping from the names of modules of these classes to the canonical names of their castable weights. kinds: names of
-    the classes.
+    """Return the names of the castable weights of all modules of certain classes, keyed by module name. kinds: names of the
+    classes.
     """
     weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
@@ -292,10 +301,10 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """If the recipe is for a run with quantised activations, return a note on the weights whose activations the tool's file leaves
-    unquantised.
+    """Return a note that says which weights' activations stay unquantised in the tool's file, although the recipe is for a run with
+    quantised activations. Returns () if there are none.
 
-    written: the dtypes of weights for which the file does quantise activations.
+    written: the dtypes of weights whose activations the file does quantise.
     """
     wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
     if context.activations == "none" or not (left := wide.difference(written)):

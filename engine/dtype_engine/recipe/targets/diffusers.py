@@ -29,7 +29,9 @@ KINDS = frozenset(
     {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
 )
 STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
-"""The dtypes in which `.to()` can store weights. Integers are excluded, because without scales all values would be lost."""
+"""The dtypes in which `.to()` can store weights usefully. Integers are excluded, because without scales they would round most
+weights to zero.
+"""
 
 
 def convert(context: Context) -> Conversion:
@@ -54,7 +56,9 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return a mapping from the name of each module whose class diffusers casts as a whole to the names of its castable tensors."""
+    """Return the names of the castable tensors in each module that diffusers casts as a whole because of its class, keyed by module
+    name.
+    """
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -78,10 +82,8 @@ def _planned(context: Context, tensor: str) -> str:
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
-    """Return a pair of dtypes, one for storing weights and one for computing.
-
-    With this pair, the fewest elements deviate from their planned dtype. leaves: the names of the castable tensors in each module
-    that diffusers casts as a whole.
+    """Return (dtype to store weights in, dtype to compute in), chosen so that the fewest elements deviate from their planned dtype.
+    leaves: the names of the castable tensors in each module that diffusers casts as a whole.
     """
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
@@ -148,8 +150,10 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return few module names that together cover all modules not to be cast: the topmost modules with no cast module inside.
-    leaves: maps the modules that diffusers casts as a whole to their tensors. cast: the leaves that are to be cast.
+    """Return a short list of modules that diffusers must skip, so that it casts exactly the leaves in `cast`. Skipping a module
+    skips everything below it, so each leaf that is not to be cast is covered by its topmost ancestor that contains no leaf to cast.
+
+    leaves: the modules that diffusers casts as a whole, each with the names of its tensors. cast: those leaves that are to be cast.
     """
     holding: set[str] = set()
     for leaf in cast:

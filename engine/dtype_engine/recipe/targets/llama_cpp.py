@@ -36,7 +36,9 @@ BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
 """Values per scale in the `BLOCKED` types. The length of a row must be a multiple of this number."""
 ODD_ROWS = "f16"
-"""The type that llama.cpp uses instead if the length of a row is not a multiple of `BLOCK`."""
+"""The type in which llama.cpp stores a tensor in place of a requested `BLOCKED` type, if its rows are not a multiple of `BLOCK`
+long.
+"""
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
     r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
@@ -46,7 +48,8 @@ _KEPT = re.compile(
 _ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
 }  # fmt: skip
-"""The gguf names of architectures whose `model_type` in config.json differs from that name."""
+"""Maps the `model_type` in config.json to the gguf package's name of the architecture, for architectures with two different names.
+"""
 
 
 def convert(context: Context) -> Conversion:
@@ -108,8 +111,8 @@ def _add(
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Return whether llama-quantize can quantise a tensor: a matrix named `weight` whose name `_KEPT` does not match. infos: the
-    model's tensors that the GGUF tensor `name` packs.
+    """Return whether llama-quantize can quantise a GGUF tensor: it must be a matrix named `weight` that `_KEPT` does not match.
+    name: its name in GGUF. infos: the model's tensors that it packs.
     """
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)
@@ -148,10 +151,10 @@ def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str],
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
-    """Return the GGUF names of a tensor. GGUF packs a layer's experts into one tensor. lookup: returns the GGUF name of a module's
-    name, or None.
+    """Return the names of the GGUF tensors that hold the values of a tensor. There are two if transformers packs a gate projection
+    and an up projection into the tensor. A layer's experts all have the same GGUF name, because GGUF packs them into one tensor.
 
-    A tensor in which transformers packs a gate projection and an up projection has two GGUF names.
+    lookup: a function that returns the GGUF name of a module, given its name in transformers, or None.
     """
     module, _, local = tensor.name.rpartition(".")
     keys: tuple[str, ...]

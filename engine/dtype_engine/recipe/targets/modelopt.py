@@ -80,8 +80,8 @@ def _config(dtype: str) -> dict[str, Any]:
 
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
-    """For a dtype that ModelOpt quantises with scales other than the planned ones, return the dtype with ModelOpt's scales, and the
-    difference in words. Returns None if the scales are equal.
+    """Return how ModelOpt's scales for a dtype differ from the planned ones: (the dtype with ModelOpt's scales, the difference in
+    words). Returns None if ModelOpt computes the same scales.
     """
     row = dtypes.BY_NAME[dtype]
     if row.blocks is None:

@@ -74,8 +74,9 @@ def matchable(context: Context) -> frozenset[str]:
 
 
 def match(context: Context, pattern: str) -> Match:
-    """Return the tensors that a pattern matches in the option `modules_to_not_convert` of transformers: it matches from the start
-    of a name to the end of one of its parts, or is a suffix of the name.
+    """Return the tensors that transformers would match if the pattern were in its option `modules_to_not_convert`. The option
+    matches a name if the pattern matches its beginning, up to the end of a dot-separated part, or if the name ends with the
+    pattern.
     """
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
