@@ -100,9 +100,9 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists, parts of quantised weights
-    and, if `coverage` is known, tensors of the model. class_name: the class that `coverage` refers to. What else is wrong with the
-    index is a notice.
+    """Return `contents` with sentences on what the checkpoint lacks: tensors that its index lists, parts of quantised weights and,
+    if `coverage` is known, tensors of the model. Other problems of the index become notices of the export. class_name: the class
+    that `coverage` refers to.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (

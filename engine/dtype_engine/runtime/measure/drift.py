@@ -45,7 +45,9 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 
 def budget_for(asked: int | None = None) -> int:
-    """Return how many bytes may be kept between measurements: `asked`, or if None a quarter of free memory up to `MOST_KEPT`."""
+    """Return how many bytes of outputs may be kept between measurements: `asked`, or if None a quarter of free memory up to
+    `MOST_KEPT`.
+    """
     return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
 
@@ -210,8 +212,8 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer that compares module outputs in the candidate's pass, or None if this step compares no modules. kept:
-        the positions to compare; if None, all.
+        """Return the observer that compares module outputs in the candidate's pass, or None if modules are not compared in the
+        sequence of `step`. kept: the positions to compare; if None, all.
         """
         if not step.compares_modules or reference.modules is None:
             return None

@@ -15,8 +15,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
-    """Run the candidate on one batch and return all implicit casts: those that torch makes itself, and those without which torch
-    would raise an error. `aggregate` combines equal casts.
+    """Run the candidate on one batch and return all implicit casts, combined by `aggregate`. Some of them are made by torch itself.
+    This program makes the others, because torch would raise an error without them.
 
     Raises NoForward, KernelError, Cancelled.
     """
