@@ -102,8 +102,8 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Call `work` in n threads, once in each; returns the results. The indexes below `count` are divided among the calls: each call
-    gets every n-th index.
+    """Call `work` in n threads, once in each, and return the results. The indexes below `count`, such as those of a tensor's pieces
+    (some rows each), are divided among the calls: each call gets every n-th index.
 
     n is at most torch's thread count. Each thread has one intra-op thread, so that a piece stays in one core's cache. The division
     into pieces, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept for the

@@ -112,7 +112,7 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
         """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
-        `on_progress(done, total)` counts them.
+        `on_progress(done, total)` counts the measured modules or subtrees.
 
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """

@@ -21,8 +21,8 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""`count(name, dtype)` returns how many values of a tensor a cast to `dtype` makes infinite or zero, or None if it only rounds
-values. name: the tensor's canonical name.
+"""`count(name, dtype)` returns how many values of a tensor a cast to `dtype` loses (they become infinite or zero, or saturate), or
+None if it only rounds values. name: the tensor's canonical name.
 """
 OnTrial = Callable[[int, int], None]
 

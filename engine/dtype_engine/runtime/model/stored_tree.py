@@ -94,8 +94,11 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files (`headers`) that the module, whose tensors are `infos`, does not use, since
-    `placements` lacks them. They are never cast, for a reason that names the model (`title`).
+    """Return descriptions of the tensors of the files that the module does not use. Each states a reason, which names the model
+    (`title`), why the tensor is never cast.
+
+    placements: the live tensor of each tensor of the files that is used. headers: all tensors of the files, by name. infos: the
+    module's tensors.
     """
     taken = {name for info in infos for name in info.names}
     return [

@@ -86,7 +86,9 @@ def _reported(sqnr: float, sums: _Sums) -> float | None:
 
 
 class _Sums(NamedTuple):
-    """Sums and counts over one piece of a tensor, and the largest error in it. `WeightError` describes the counts."""
+    """Sums and counts over one piece of a tensor (some rows or elements), from which its round-trip error is computed, and the
+    largest error in the piece. `WeightError` describes the counts.
+    """
 
     noise: float = 0.0
     energy: float = 0.0

@@ -147,7 +147,9 @@ class _State:
             self.tensors += [value for value in had.values() if isinstance(value, torch.Tensor)]
 
     def _restore_shared(self) -> bool:
-        """Restore what `add_shared` saved where a tensor has come or gone, and return whether there was any such change."""
+        """Restore those attributes and containers saved by `add_shared` in which a tensor was added, replaced or removed. Returns
+        whether there were any.
+        """
         restored = False
         for holder, had, contents in self._shared:
             now = vars(holder)

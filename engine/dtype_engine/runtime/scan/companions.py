@@ -33,7 +33,8 @@ def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tu
 
 
 def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, companions: tuple[str, ...]) -> float:
-    """Return the drift that the cast of a weight adds to that of its companions, or its own if theirs is infinite.
+    """Return how much the cast of the weight `name` increases the drift if its companions are cast, too. If the drift with only the
+    companions cast is infinite, return the drift with only this weight cast.
 
     drift_of(names): the drift with only these weights cast, 0 for no weights.
     """
@@ -60,7 +61,9 @@ class CompanionsMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight of which a tensor is a view or the values in this pass, or None."""
+        """Return the weight to which a tensor belongs, or None. The tensor is the weight itself, the values that replace it in this
+        pass, or a view of either.
+        """
         base = base_of(tensor)
         owner = tensor if base is None else base
         return self.mode.weights.get(self.mode.standing_for.get(owner, id(owner)))

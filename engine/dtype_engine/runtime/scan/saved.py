@@ -1,6 +1,7 @@
-"""Reads and writes saved scans: JSON with the results and a fingerprint of the model, inputs and settings.
+"""Reads and writes saved scans: JSON files with the results and a fingerprint of the model, inputs and settings.
 
-An estimated scan has `sequences`, each with its index. An exact scan has `scores`.
+The file of an estimated scan has an entry with results for each finished sequence (`sequences`). The file of an exact scan has the
+result of each measurement (`scores`).
 """
 
 from __future__ import annotations
@@ -236,7 +237,9 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _drifts(file: _File) -> Iterator[float | None]:
-    """Yield the numbers that a scan never writes as NaN: drifts and what they are divided by. Margins and variances may be NaN."""
+    """Yield the numbers in a saved scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins and
+    variances are not among them, because they may be NaN.
+    """
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:
         yield sequence.mass
