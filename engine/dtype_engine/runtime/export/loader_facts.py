@@ -86,7 +86,9 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Return whether `dequantize=True` works for these formats together: transformers uses one scheme for all linear layers."""
+    """Return whether `dequantize=True` works for an export with weights in all these formats. transformers uses one scheme for all
+    linear layers.
+    """
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True
     return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1

@@ -109,8 +109,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    metadata: texts by key, for the header. lost: a list to which the weights whose casts lose values are added, in any order (see
-    `ValueLoss`). If None, losses are not counted. Raises Cancelled, UserError and OSError.
+    metadata: texts by key, for the header. lost: a list to which an entry is added for each weight whose cast makes values infinite
+    or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())

@@ -18,7 +18,7 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""The origin of a conversation, its messages, and whether its text ends with the words that begin the model's answer."""
+"""A tuple: the origin of a conversation, for errors; its messages; whether the words that begin the model's answer end its text."""
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256
@@ -126,7 +126,9 @@ def stays_in_limits(title: str, tokenizer: Any, text: str) -> bool:
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the parts of a tokenizer that run before tokens are looked up, as plain data."""
+    """Return the settings of what a tokenizer does before it looks up tokens (its normalizer, pre-tokenizer and added tokens), as
+    plain data.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")

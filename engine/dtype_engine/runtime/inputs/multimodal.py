@@ -111,8 +111,8 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
-    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: a phrase for each part of the
-    inputs so far, saying how it was created.
+    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases that say how the
+    pictures were created.
     """
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given, options.limits)
@@ -130,8 +130,7 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
     """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The text has one image token
-    for each feature vector of the picture. made_of: a phrase for each part of the inputs so far, saying how it was created. token:
-    the image token's id.
+    for each feature vector of the picture. made_of: phrases that say how the pictures were created. token: the image token's id.
     """
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)

@@ -123,7 +123,7 @@ class DriftMeter:
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
     ) -> DriftReport:
         """Return a report of a measurement under `recipe`, with the model, device, settings, inputs and notices. lost: the weights
-        whose casts lose values.
+        whose casts make values infinite or zero.
         """
         candidate, output = self.candidate or self.model, totals.output
         return DriftReport(

@@ -31,8 +31,8 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
-    """Return one entry for all casts with the same module, operation and dtypes. Casts to float64 come first, then those with the
-    most elements.
+    """Combine the casts with the same module, operation and dtypes into one entry each. Casts to float64 come first, then those
+    with the most elements.
 
     Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
     """

@@ -84,8 +84,8 @@ def inspect_weight(
 def inspect_live_weight(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return the histogram of exponents of a tensor in an open model, and its error in each dtype of `targets`. The stored values
-    are read from the checkpoint if it stores the tensor in one piece.
+    """Return the histogram of exponents of a tensor in an open model, and its round-trip error in each dtype of `targets`. The
+    stored values are read from the checkpoint if it stores the tensor in one piece.
 
     Raises UserError, Cancelled.
     """

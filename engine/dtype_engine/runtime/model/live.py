@@ -290,11 +290,11 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """Return the losses of all weights in which casts do more than round: values become infinite, saturate or become zero. Each
-        loss is counted only once.
+        """Return how many values casts lose, with one entry for each weight in which casts do more than round: values become
+        infinite, saturate or become zero. The values of each cast are counted only once.
 
-        planned: the dtypes of a plan, whose losses are counted from the stored values; if None, the losses of the current casts are
-        counted. Raises Cancelled.
+        planned: the dtypes of a plan, whose casts of the stored values are examined; if None, the current casts are examined.
+        Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)

@@ -72,8 +72,8 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return groups of stored tensors that have a common scale in the packed weight: all of them, those of each matrix, or no
-    groups.
+    """Return the groups of stored tensors that have a common scale in the packed weight: a single group with all of them, one group
+    for each matrix, or no groups.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):

@@ -23,7 +23,8 @@ from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 NOT_USED = "not used by"
 """The first words of `TensorInfo.uncastable_reason` for a tensor of the files that the module does not use."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
-"""Matches the rest of a tensor name, from the experts' module on: `.experts...` in transformers, `.switch_mlp...` in MLX."""
+"""Matches the part of a tensor's name that begins with the experts' module: `.experts...` in transformers, `.switch_mlp...` in MLX.
+"""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:

@@ -148,5 +148,7 @@ def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check types on a write to it."""
+    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check the types of values written to
+    it.
+    """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

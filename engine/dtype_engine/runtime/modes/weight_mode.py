@@ -163,7 +163,7 @@ class WeightMode(TorchFunctionMode):
         needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
-        Queries of properties and metadata do not come here.
+        Reads of a tensor's properties and metadata are handled elsewhere.
         """
         as_given, dtype = self.rounding is None and self.record is None, None
         for value in (*args, *kwargs.values()) if kwargs else args:

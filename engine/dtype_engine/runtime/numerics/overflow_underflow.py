@@ -133,8 +133,8 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix of which whole rows are quantized: a block format divides it into blocks; any other
-    format has one scale for each row.
+    """Return a view of a tensor as a matrix that is quantized some whole rows at a time. A block format divides the matrix into
+    blocks; any other format has one scale for each row.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
@@ -172,9 +172,9 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return the numbers of lost values in some rows of a tensor that were cast to `dtype`, which has scales. before: the values of
-    these rows, flat. codes: their codes, flat. width: the number of values in a row. In such a dtype, values saturate but never
-    overflow.
+    """Count the values that saturate or become zero in some rows of a tensor, in a cast to `dtype`, which has scales. before: the
+    values of these rows, flat. codes: their codes, flat. width: the number of values in a row. In such a dtype, values never become
+    infinite.
     """
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0

@@ -89,7 +89,8 @@ def left_as_found(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
-    objects; and tensors in attributes of the modules' classes and in global variables beside these classes.
+    objects; and tensors in attributes of the modules' classes and in global variables of the Python modules that define these
+    classes.
 
     Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
     again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.

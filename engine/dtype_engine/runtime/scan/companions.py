@@ -23,10 +23,11 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return the smallest of the weights of an operation, and its companions. Of equal weights, the last one is the smallest.
+    """Return the smallest of the weights of an operation, and its companions. If several weights are equally small, the last one is
+    taken.
 
-    operation: the names of at least one weight of the operation, in the order of its arguments. A weight that can't be
-    cast is never a companion.
+    operation: the names of at least one weight of the operation, in the order of its arguments. A weight that can't be cast is
+    never a companion.
     """
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)

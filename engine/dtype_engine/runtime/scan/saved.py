@@ -78,7 +78,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan file: the results, and what they are valid for."""
+    """The content of a saved scan file: the results, and the model, inputs, dtypes and settings for which they are valid."""
 
     fingerprint: Fingerprint
     draws: int
@@ -109,7 +109,7 @@ class _TopKSample(msgspec.Struct):
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """`TopKSample.squares` and `TopKSample.independent` as rows of (weight, dtype, squares, independent)."""
+    """The estimates for each weight and dtype, as rows of (weight, dtype, `TopKSample.squares`, `TopKSample.independent`)."""
 
 
 class _Sequence(msgspec.Struct):
@@ -163,7 +163,8 @@ def write(path: Path, saved: SavedScan) -> None:
 
 
 def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
-    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity.
+    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity, such as
+    its inode and modification time.
 
     seen: the file's identity after this scan last wrote it. If two processes write at the same moment, the results of one are
     missing in the file until it saves again. Raises UserError if the file can't be written, or now holds another scan.

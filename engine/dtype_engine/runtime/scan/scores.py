@@ -124,7 +124,9 @@ def combine_scores(
 
 
 def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float:
-    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence."""
+    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence. parts, shares: the
+    numerator and the denominator of each sequence.
+    """
     total, whole, count = sum(parts), sum(shares), len(parts)
     squares = sum((part / total - share / whole) ** 2 for part, share in zip(parts, shares, strict=True))
     return count / (count - 1) * squares if count > 1 else 0.0

@@ -99,8 +99,8 @@ def compare_foreign(
 ) -> CastReport:
     """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`.
 
-    Weights that the architecture ties are compared under any of their names. Raises UserError if one of the two can't be read or if
-    they have no name in common, and Cancelled.
+    Weights that the architecture ties are compared under any of their names. Raises UserError if the checkpoint or the source can't
+    be read, or if they have no name in common, and Cancelled.
     """
     started = time.perf_counter()
     other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
@@ -225,7 +225,7 @@ def _compared(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTens
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return for each element of two tensors in one dtype whether its bits are equal, or NaN in both."""
+    """Return for each element whether two tensors of the same dtype are equal there: their bits are equal, or both are NaN."""
     equal = (_bits(one) == _bits(other)).all(dim=1)
     if one.is_floating_point() and not bool(equal.all()):
         equal |= torch.isnan(one.to(torch.float32)) & torch.isnan(other.to(torch.float32))

@@ -78,8 +78,7 @@ def _declared_block(config: Mapping[str, Any] | None) -> tuple[int, ...]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return `value` if it is a mapping, and otherwise an empty mapping, since a configuration file may have anything in its place.
-    """
+    """Return `value` if it is a mapping, and otherwise an empty mapping, since a configuration file may have anything there."""
     return value if isinstance(value, Mapping) else {}
 
 
