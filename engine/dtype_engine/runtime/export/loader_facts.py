@@ -33,11 +33,12 @@ class LoaderFacts:
     """What transformers' `from_pretrained` loads for one kind of weight, without further arguments and with `dequantize=True`."""
 
     plain: Outcome
-    """The outcome of `from_pretrained` without further arguments."""
+    """How the values that `from_pretrained` loads without further arguments compare with the exported ones."""
     plain_same_in: Container[str]
     """Exceptions to `plain`: if `config.json` names one of these dtypes, the outcome without further arguments is `SAME`."""
     dequantized: Outcome
-    """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
+    """How the values that `from_pretrained` loads with `CompressedTensorsConfig(dequantize=True)` compare with the exported ones.
+    """
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:

@@ -35,7 +35,7 @@ from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 
 _BLOCK = 1 << 20
-"""Number of bytes in a block, which fits into a processor's cache."""
+"""Number of bytes of a tensor that are cast and written at once (a block). A block fits into a processor's cache."""
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar, overload
 import torch
 
 CHUNK = 1 << 19
-"""Number of elements in a piece: some rows of a tensor that a thread processes at once. They are few enough to stay in the
+"""Number of elements in a piece: some rows of a tensor that a thread processes at once. The elements are few enough to stay in the
 processor's cache, and many enough to keep Python's overhead small.
 """
 _DEVICE_CHUNK = 1 << 22

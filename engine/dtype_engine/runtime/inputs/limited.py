@@ -18,7 +18,7 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""A tuple: the origin of a conversation, for errors; its messages; whether the words that begin the model's answer end its text."""
+"""A tuple: where a conversation comes from, for errors; its messages; whether its text ends with the words that begin an answer."""
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256

@@ -73,7 +73,7 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int) -> None:
-    """Let the operating system end this process once it has used so many more seconds of CPU time, even inside a function written
+    """Let the operating system end this process once it has used `seconds` more seconds of CPU time, even inside a function written
     in C or Rust.
     """
     if hasattr(signal, "setitimer"):

@@ -327,7 +327,7 @@ def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest finite |value|."""
+    """Return the largest finite |value| of a tensor."""
     if not tensor.numel():
         return 0.0
     magnitudes = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).abs()

@@ -139,7 +139,9 @@ class LiveModel:
     checkpoint: Checkpoint | None = None
     """The headers of the checkpoint, or None for the user's own module."""
     example_inputs: Callable[[], Any] | None = None
-    """The function `example_inputs` in the Python file of the user's own module."""
+    """The function `example_inputs` in the Python file of the user's own module, which returns inputs for it. None if there is
+    none.
+    """
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
     """Whether Python code in the folder may run."""

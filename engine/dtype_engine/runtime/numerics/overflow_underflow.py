@@ -26,7 +26,7 @@ from dtype_engine.runtime.formats.scales import FLOAT32_MAX
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
 
 _BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
-"""The number of ones in each byte. numpy has a function for this from version 2 on."""
+"""The number of one bits in each possible byte, indexed by the byte. numpy has a function for this from version 2 on."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]

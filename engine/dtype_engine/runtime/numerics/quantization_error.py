@@ -109,8 +109,8 @@ valid during the call.
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Cast a tensor to `dtype`, a dtype without blocks, one piece at a time, and call `on_piece` with each piece. A piece has whole
-    rows if each row has its own scale. Otherwise, it is a part of the flattened tensor.
+    """Cast a tensor to `dtype`, a dtype without blocks, piece by piece, and call `on_piece` with each piece. A piece has whole rows
+    if each row has its own scale. Otherwise, it is a part of the flattened tensor.
     """
     quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
     rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
@@ -138,8 +138,8 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Quantize a tensor to `dtype`, a block format, one piece at a time, and call `on_piece` with each piece. The cast values are
-    codes, not multiplied by their scale.
+    """Quantize a tensor to `dtype`, a block format, piece by piece, and call `on_piece` with each piece. The cast values are codes,
+    not multiplied by their scale.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None

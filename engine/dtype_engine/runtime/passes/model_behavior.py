@@ -31,7 +31,7 @@ class ModelBehavior:
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Merge two mappings that say how many module calls precede the first use of each weight. For a weight in both mappings, return
-    the smaller number.
+    """Merge two mappings that say how many module calls precede the first use of each weight. A weight in both mappings gets the
+    smaller number.
     """
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

@@ -117,7 +117,7 @@ class _State:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """(attribute dict of a module or object, copy of its contents) when the state was saved."""
+        """Pairs: the attribute dict of a module or object, and a copy of its contents when the state was saved."""
         self._containers: list[tuple[Any, Any]] = []
         """Containers, each with a copy of the contents that it had when the state was saved."""
         self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []

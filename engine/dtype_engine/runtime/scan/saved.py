@@ -251,7 +251,7 @@ def _drifts(file: _File) -> Iterator[float | None]:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Return mappings combined into rows of (weight, dtype, value in each mapping or None)."""
+    """Combine mappings that are keyed by (weight, dtype) into rows of (weight, dtype, value in each mapping or None)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 

@@ -116,7 +116,7 @@ class WeightOpRecorder(ReferenceMode):
         self.topk_calls: list[TopKCall] = []
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
-        """Weights of which the recorder could not follow a use."""
+        """The weights that the model used in a way that the recorder could not follow to the output."""
         self._own_dtypes_read: set[str] = set()
         """The weights whose own dtype was read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}

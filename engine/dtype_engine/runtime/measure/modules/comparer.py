@@ -15,7 +15,7 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
-"""Number of progress reports for each report of module metrics, which takes some milliseconds to compute."""
+"""Module metrics are reported once in this many progress reports, because computing them takes some milliseconds."""
 
 
 class ModuleComparer(ModuleObserver):

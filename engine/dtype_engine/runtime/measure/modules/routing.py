@@ -56,8 +56,8 @@ class RoutingComparer:
         self._changed: dict[str, int] = {}
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Receive the indexes of the experts that a router chose for each token, and record the router if the reference chose
-        others.
+        """Receive the indexes of the experts that a router chose for each token, and record the router if the reference chose other
+        experts.
         """
         kept = self._choices.get((module, call))
         if kept is not None and not torch.equal(kept, chosen):

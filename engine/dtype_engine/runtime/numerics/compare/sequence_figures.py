@@ -27,9 +27,11 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of logits in a chunk. Its float64 buffers (4 MB) fit in a cache that cores share; smaller chunks need more torch calls."""
+"""Number of logits that are compared at once (a chunk). The chunk's float64 buffers (4 MB) fit in a cache that cores share; smaller
+chunks need more torch calls.
+"""
 _GPU_CHUNK_ELEMENTS = 1 << 21
-"""Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
+"""Number of logits that are compared at once (a chunk) on a GPU, where the chunk's float64 buffers need 50 MB."""
 _RESULTS = 9
 """Number of float64 values that are stored per position until all positions have been compared."""
 
