@@ -62,10 +62,10 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
     """Return the `quantization_config` with which other programs read weights with scales, or None if the export has no such
     weights that other programs can read.
 
-    In the fp8 layout of DeepSeek, the result names this layout. For all other formats, the result has compressed-tensors groups:
-    one for each format of the weights, divided by whether the inputs of the layers are quantised too. A group lists the exact names
-    of its modules (see `_targets` for experts). All other linear modules are listed as not quantised, so that no program looks for
-    their scales.
+    If the weights are in the fp8 layout of DeepSeek, the result names this layout. For all other formats, the result has
+    compressed-tensors groups: one for each format of the weights, divided by whether the inputs of the layers are quantised too. A
+    group lists the exact names of its modules (see `_targets` for experts). All other linear modules are listed as not quantised,
+    so that no program looks for their scales.
     """
     groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:

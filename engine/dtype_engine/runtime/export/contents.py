@@ -154,7 +154,9 @@ class Contents:
     runtimes, too.
     """
     coverage: Coverage | None = None
-    """How many of the model's tensors (or, if unknown, of those in its index) the source has. None if both are unknown."""
+    """How many of the model's tensors the source has. If the model's tensors are unknown, those in the source's index are counted
+    instead. None if there is no index either.
+    """
     incomplete: tuple[str, ...] = ()
     """Sentences that name the tensors which the source lacks."""
 

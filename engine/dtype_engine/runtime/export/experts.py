@@ -21,7 +21,9 @@ _READ = (
     "int4@g32",
     "int8@g128",
 )
-"""The formats of experts that transformers can dequantize while it packs all experts of a layer into one weight."""
+"""The formats in which transformers can load experts. It dequantizes such experts while it packs all experts of a layer into one
+weight.
+"""
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
@@ -45,8 +47,8 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights of experts. transformers packs all of these weights in a layer into one weight, while other programs load
-    them separately.
+    """Return those of `items` that are weights of experts in a layout that other programs read. transformers packs all such weights
+    of a layer into one weight, while other programs load them separately.
     """
     return [item for item in items if item.packed_into and item.portable]
 

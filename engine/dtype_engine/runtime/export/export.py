@@ -49,9 +49,10 @@ def export(
 
     max_shard_size: the maximum size of each weights file, in bytes or as in "5GB". on_bytes: called with the number of bytes
     written and the total. force: whether to replace an existing export, once everything is written; the source is never replaced.
-    lost: the weights in which a cast loses values (see `ValueLoss`), if these weights are known; if None, they are found while
-    writing. incomplete: whether to export a source that lacks tensors. Raises Cancelled, and UserError if the source lacks tensors,
-    space is too small, the folder is not empty or a dtype can't be stored. After an error, nothing is left on the disk.
+    lost: the weights in which a cast makes values infinite or zero (see `ValueLoss`), if they are known; if None, they are found
+    while writing. incomplete: whether to export a source that lacks tensors. Raises Cancelled, and UserError if the source lacks
+    tensors, the disk has too little space, the folder is not empty or a dtype can't be stored. After an error, nothing is left on
+    the disk.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
@@ -175,7 +176,7 @@ def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """Return the paths of all weights files, relative to the export. files: those of each folder with weights."""
+    """Return the paths of all weights files, relative to the export. files: the weights files of each folder with weights."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

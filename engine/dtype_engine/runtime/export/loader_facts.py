@@ -33,11 +33,12 @@ class LoaderFacts:
     """What transformers' `from_pretrained` loads for one kind of weight, without further arguments and with `dequantize=True`."""
 
     plain: Outcome
-    """The outcome of `from_pretrained` without further arguments."""
+    """How the values that `from_pretrained` loads without further arguments compare with the exported ones."""
     plain_same_in: Container[str]
     """Exceptions to `plain`: if `config.json` names one of these dtypes, the outcome without further arguments is `SAME`."""
     dequantized: Outcome
-    """The outcome of `from_pretrained` with `CompressedTensorsConfig(dequantize=True)`."""
+    """How the values that `from_pretrained` loads with `CompressedTensorsConfig(dequantize=True)` compare with the exported ones.
+    """
     dequantized_same_in: Container[str]
 
     def outcome(self, wide: str, dequantize: bool) -> Outcome:
@@ -86,7 +87,9 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Return whether `dequantize=True` works for these formats together: transformers uses one scheme for all linear layers."""
+    """Return whether `dequantize=True` works for an export with weights in all these formats. transformers uses one scheme for all
+    linear layers.
+    """
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True
     return len({(layout(dtype), str(weight_scheme(dtype))) for dtype in formats}) == 1

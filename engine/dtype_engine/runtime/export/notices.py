@@ -51,8 +51,8 @@ def _tensors(names: Sized) -> str:
 
 
 def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a notice that the further names of tied weights are only in the files' metadata, not written as tensors. tied: maps
-    each of them to the name that is written.
+    """Return a notice that each tied weight is written under one name only, and that its other names are in the files' metadata.
+    tied: maps each of the other names to the name that is written.
     """
     if not tied:
         return ()

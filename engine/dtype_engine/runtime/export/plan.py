@@ -100,9 +100,9 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return the contents with sentences on what the checkpoint lacks: tensors that its index lists, parts of quantised weights
-    and, if `coverage` is known, tensors of the model. class_name: the class that `coverage` refers to. What else is wrong with the
-    index is a notice.
+    """Return `contents` with sentences on what the checkpoint lacks: tensors that its index lists, parts of quantised weights and,
+    if `coverage` is known, tensors of the model. Other problems of the index become notices of the export. class_name: the class
+    that `coverage` refers to.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (
@@ -216,9 +216,9 @@ def _item(
 
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
-    """Return whether other programs load the tensor `name` of the files, with this shape, as a linear layer's weight. It must be an
-    `nn.Linear`'s weight with the same name in the model, or belong to an expert that loading packs with others. info: the model's
-    tensor into which it is loaded.
+    """Return whether other programs load a tensor of the files as the weight of a linear layer. It must be the weight of an
+    `nn.Linear` that has the same name in the model, or belong to an expert that loading packs with others. name, shape: those of
+    the tensor in the files. info: the model's tensor into which it is loaded.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -230,7 +230,7 @@ def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], p
 
 def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
     """Return whether other programs can read a linear layer's weight in this dtype. They can't if the last block of a row would be
-    incomplete. shape: that of the weight.
+    incomplete. shape: the shape of the weight.
     """
     if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False

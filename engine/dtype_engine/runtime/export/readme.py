@@ -32,7 +32,7 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
     """Return the text of the README. name: the folder name. sums: the number of tensors and bytes in each dtype. lost: the weights
-    in which a cast loses values (see `ValueLoss`).
+    in which a cast makes values infinite or zero (see `ValueLoss`).
     """
     rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     lines = [

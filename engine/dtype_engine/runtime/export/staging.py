@@ -26,7 +26,9 @@ ALONG = (
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "processing_*.py", "image_processing_*.py",
     "LICENSE*", "NOTICE*",
 )  # fmt: skip
-"""Name patterns of the other files that an export copies: tokenizer, processor and generation files, model code, licences."""
+"""Name patterns of the files without weights that an export copies: tokenizer, processor and generation files, model code,
+licences.
+"""
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
 """Number of bytes reserved for headers and small files."""
@@ -78,8 +80,8 @@ def _sync_all(folder: Path) -> None:
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:
-    """Rename the stage to the target. An export to be replaced is moved aside as a whole first, so it is never partly deleted.
-    force: whether to replace an existing folder.
+    """Rename `stage`, the temporary folder of the complete export, to `target`. force: whether to replace an existing folder. That
+    folder is moved aside as a whole first, so it is never partly deleted.
     """
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)

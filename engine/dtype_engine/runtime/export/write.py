@@ -35,11 +35,13 @@ from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 
 _BLOCK = 1 << 20
-"""Number of bytes in a block, which fits into a processor's cache."""
+"""Number of bytes of a tensor that are cast and written at once (a block). A block fits into a processor's cache."""
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""Longest wait of the main thread in seconds. Python handles a signal only between two waits."""
+"""Maximum time in seconds for which the main thread waits for the writing threads at once. Python handles a signal, such as that of
+Ctrl-C, only between two waits.
+"""
 
 
 class Progress:
@@ -107,8 +109,8 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    metadata: texts by key, for the header. lost: a list to which the weights whose casts lose values are added, in any order (see
-    `ValueLoss`). If None, losses are not counted. Raises Cancelled, UserError and OSError.
+    metadata: texts by key, for the header. lost: a list to which an entry is added for each weight whose cast makes values infinite
+    or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -167,7 +169,9 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Cast values to the dtype of `item` and write them at `offsets`. If values are lost, add their counts to `lost`."""
+    """Cast values to the dtype of `item` and write them at the file offsets `offsets`. If the cast makes values infinite or zero,
+    append their counts to `lost`. If `lost` is None, such values are not counted.
+    """
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, counter)
@@ -182,8 +186,8 @@ def _write_values(
 def _write_tensor(
     values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Target, at: int, counter: LossCounter | None = None
 ) -> None:
-    """Write values cast to `dtype`, a block at a time, from the file offset `at` on. counter: counts the values that the casts
-    lose, if given. Since casts are elementwise, the block size does not change the result.
+    """Write values cast to `dtype`, a block at a time, from the file offset `at` on. counter: counts the values that the cast makes
+    infinite or zero; if None, they are not counted. Since casts are elementwise, the block size does not change the result.
     """
     if isinstance(values, torch.Tensor) and values.dtype == dtype:
         _write_bytes(values, out, at)
@@ -214,7 +218,7 @@ def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
     """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code, from the file offset `at` on. counter:
-    counts the values that are lost, if given. Returns the scales.
+    counts the values that saturate or become zero; if None, they are not counted. Returns the scales.
     """
 
     def write(start: int, codes: torch.Tensor) -> None:
@@ -238,7 +242,8 @@ def _write_blocks(
     counter: LossCounter | None,
 ) -> None:
     """Quantize a tensor to a block format and write it: packed codes chunk by chunk, then scales and the format's other tensors.
-    offsets: where each of these tensors begins in the file. counter: counts the values that are lost, if given.
+    offsets: where each of these tensors begins in the file. counter: counts the values that saturate or become zero; if None, they
+    are not counted.
     """
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None

@@ -155,7 +155,8 @@ def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch
 def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
     """Divide a weight of `shape` into chunks: groups of whole rows with about `elements` elements, which never split a block.
 
-    Yields (rows of values, rows of scales) for each chunk, as slices. Rows are numbered through all matrices of the weight.
+    Yields (rows of values, rows of scales) for each chunk, as slices. If the weight consists of several matrices, their rows are
+    numbered consecutively.
     """
     count, rows, width = matrices(shape, blocks.columns)
     step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows

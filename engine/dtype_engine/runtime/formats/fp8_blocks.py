@@ -15,7 +15,7 @@ from dtype_engine.runtime.formats.scales import Scales, largest_scale
 
 _EPSILON = torch.finfo(torch.float32).eps
 _ONE = 127
-"""The byte that encodes 2^0."""
+"""The byte that stores the power-of-two scale 2^0 = 1."""
 
 
 def scales(amax: torch.Tensor, element: DType) -> Scales:

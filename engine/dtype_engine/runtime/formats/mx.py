@@ -26,7 +26,7 @@ from dtype_engine.runtime.formats.scales import Scales
 _MANTISSA = 23
 """Number of bits in float32's mantissa."""
 _LARGEST = 254
-"""The byte that encodes 2^127, the power of two in float32's largest values. The next byte, 255, encodes NaN."""
+"""The byte that stores the largest scale, 2^127, which is float32's largest power of two. The next byte, 255, encodes NaN."""
 
 
 def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:

@@ -13,9 +13,13 @@ from typing import Protocol, TypeVar, overload
 import torch
 
 CHUNK = 1 << 19
-"""Number of elements in a piece: few enough to stay in the processor's cache, many enough to keep Python's overhead small."""
+"""Number of elements in a piece: some rows of a tensor that a thread processes at once. The elements are few enough to stay in the
+processor's cache, and many enough to keep Python's overhead small.
+"""
 _DEVICE_CHUNK = 1 << 22
-"""Number of elements in a piece on an accelerator. Launching the work on a smaller piece would take longer than the work itself."""
+"""Number of elements in a piece (some rows of a tensor that are processed at once) on an accelerator. Launching the work on a
+smaller piece would take longer than the work itself.
+"""
 _BLOCKS_WORTH_A_THREAD = 4
 _CPU = torch.device("cpu")
 
@@ -50,8 +54,8 @@ class Values(Protocol):
 
 @contextmanager
 def single_intraop_thread() -> Iterator[None]:
-    """Run torch on one thread while the block runs. Pieces are small, and threads that wait for each other after every operation
-    take ten times as long if other programs use the processors at the same time.
+    """While the block runs, let torch run each operation on one thread. The block works on small pieces of tensors; threads that
+    wait for each other after every operation take ten times as long if other programs use the processors at the same time.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -62,7 +66,7 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def chunk_elements(device: torch.device) -> int:
-    """Return the approximate number of elements in a piece on a device."""
+    """Return the approximate number of elements in a piece: some rows of a tensor that are processed at once on `device`."""
     return CHUNK if device.type == "cpu" else _DEVICE_CHUNK
 
 
@@ -86,7 +90,7 @@ def row_amax(values: torch.Tensor) -> torch.Tensor:
 
 
 def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """Return the largest finite |value| of a tensor in float32, or 0 if it is empty. The tensor is read a piece at a time."""
+    """Return the largest finite |value| of a tensor in float32, or 0 if it is empty. The tensor is read some rows at a time."""
     width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
     rows = tensor.reshape(tensor.numel() // width if width else 0, width)
     pieces = row_slices(rows)
@@ -98,8 +102,8 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Call `work` in n threads, once in each; returns the results. The indexes below `count` are divided among the calls: each call
-    gets every n-th index.
+    """Call `work` in n threads, once in each, and return the results. The indexes below `count`, such as those of a tensor's pieces
+    (some rows each), are divided among the calls: each call gets every n-th index.
 
     n is at most torch's thread count. Each thread has one intra-op thread, so that a piece stays in one core's cache. The division
     into pieces, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept for the

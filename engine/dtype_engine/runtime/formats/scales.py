@@ -1,5 +1,5 @@
-"""The class for the scales of blocks, and the upper limit for a scale. The scales are computed in the file of each family of
-formats.
+"""The class `Scales` for the scales of blocks, and the upper limit for a scale. Each family of formats computes scales in its own
+file.
 """
 
 from __future__ import annotations

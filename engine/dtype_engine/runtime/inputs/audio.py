@@ -124,7 +124,7 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
 def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
     """Return the sound in an audio file, mixed to mono and resampled to `rate` hertz.
 
-    Raises UserError for a file that can't be read, or whose header says more than the limits.
+    Raises UserError for a file that can't be read, and for one whose duration or number of samples is over the limits.
     """
     import numpy as np
     import soundfile

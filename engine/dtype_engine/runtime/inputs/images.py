@@ -127,7 +127,9 @@ def vision_config(model: LiveModel) -> Any:
 
 
 def sides(model: LiveModel) -> tuple[int, int]:
-    """Return the width and height of a picture that the configuration specifies. Raises NoForward if they are no sizes."""
+    """Return the width and height of a picture that the configuration specifies. Raises NoForward if what it specifies is not a
+    width and a height in pixels.
+    """
     vision = vision_config(model)
     size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     edges = [size, size] if isinstance(size, int) else list(size)[-2:] if isinstance(size, (list, tuple)) else []
@@ -192,8 +194,8 @@ def _processed(model: LiveModel, processor: Any, image: Image, name: str, limits
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
-    """Return an image as float32 [1, channels, height, width] from -1 to 1. count: the number of channels. Raises UserError unless
-    it is 1 or 3.
+    """Return an image as float32 [1, channels, height, width] from -1 to 1. count: the number of channels, 1 (grey) or 3 (colour).
+    Raises UserError for any other number.
     """
     from PIL import Image
 
@@ -221,8 +223,8 @@ def _random_patches(vision: Any) -> Picture:
 
 
 def _frames(vision: Any, module: Any) -> int:
-    """Return the number of frames in one input of a video model, or 0 for a model that processes single pictures. vision: its
-    configuration. module: the model.
+    """Return the number of frames in one input of a video model, or 0 for a model that processes single pictures. vision: the
+    configuration for pictures. module: the model.
     """
     film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
     return int(getattr(vision, "num_frames", 0) or 0) if film else 0

@@ -1,4 +1,4 @@
-"""Runs a model's chat template, and tries its tokenizer's expressions, in a child process with limits on time and memory."""
+"""Runs a model's chat template, and tries its tokenizer on texts, in a child process with limits on time and memory."""
 
 from __future__ import annotations
 
@@ -18,41 +18,50 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""The origin of a conversation, its messages, and whether its text ends with the words that begin the model's answer."""
+"""A tuple: where a conversation comes from, for errors; its messages; whether its text ends with the words that begin an answer."""
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256
-"""About twice the bytes that the tokenizers library needs for a character of text and its share of a word."""
+"""Number of bytes that the child process may use for each character of the longest text: about twice what the tokenizers library
+needs.
+"""
 _START_SECONDS = 60
 _BUSY = 4
-"""How many times longer than its computing a child may take, because other processes are running."""
+"""The limit on a child process's wall time, as a multiple of the limit on its CPU time. It is above 1 because other processes may
+be using the processors.
+"""
 _EXPANDING = ('"Replace"', '"Regex"', '"Precompiled"')
-"""The parts of a tokenizer that can make a text much longer than it is, or take much longer than it is long."""
+"""The types of tokenizer steps that can make a text many times as long, or whose time can grow much faster than the length of the
+text.
+"""
 _DECODER_GROWTH = 1000
 _TIME_IS_UP = getattr(signal, "SIGPROF", 0)
 _tried: set[bytes] = set()
-"""Digests of the tokenizers and texts that stayed within the limits in this process."""
+"""SHA-256 digests of the tokenizers and texts that were tried in this process and stayed within the limits."""
 
 
 class PartFails(UserError):
-    """The tokenizer, a processor or the chat template of a model's folder fails for an input."""
+    """The error for a tokenizer, a processor or a chat template in a model's folder that fails on an input."""
 
 
 class _Ended(Exception):
-    """The child was ended by a limit. The message completes a sentence that begins with the name of what it ran."""
+    """The error for a child process that a limit ended. Its message completes a sentence that begins with the name of what the
+    child ran, such as the chat template.
+    """
 
 
 class _Failed(_Ended):
-    """The child ended by itself, with an error."""
+    """The error for a child process that failed by itself, before it reached a limit."""
 
 
 def run_template(
     title: str, template: str, tokenizer: Any, conversations: Sequence[Conversation], limits: InputLimits
 ) -> list[str]:
-    """Return what `apply_chat_template(messages, tokenize=False)` of a tokenizer or processor makes of each conversation.
+    """Apply a chat template to each conversation. Returns the texts that `apply_chat_template(messages, tokenize=False)` would
+    return.
 
-    template: the tokenizer's or the processor's own. tokenizer: names the special tokens that the template can insert. Raises
-    UserError, which names the origin of the conversation, for a template that fails.
+    title: the name of the model, for errors. template: the chat template of the tokenizer or the processor. tokenizer: has the
+    special tokens that the template can insert. Raises UserError if the template fails or exceeds the limits.
     """
     said = f"the chat template of {title}"
     job = {
@@ -79,11 +88,11 @@ def run_template(
 
 
 def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: InputLimits) -> None:
-    """Try the normalizers and expressions of a tokenizer on the texts. Raises NoForward if they take too much time or memory, and
-    PartFails if they fail.
+    """Try the normalizers and regular expressions of a tokenizer on the texts, in a child process. Raises NoForward if they exceed
+    the limits on time or memory, or if the decoder can expand a text too much, and PartFails if they fail.
 
-    Tokenizers without replacements and expressions are not tried, because they can't take much, and neither are tokenizers written
-    in Python.
+    Tokenizers without replacements and regular expressions are not tried, because they need little time and memory. Tokenizers
+    written in Python are not tried either.
     """
     growth = _growth(_state(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)))
     if growth > _DECODER_GROWTH:
@@ -117,7 +126,9 @@ def stays_in_limits(title: str, tokenizer: Any, text: str) -> bool:
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the parts of a tokenizer that run before tokens are looked up, as plain data."""
+    """Return the settings of what a tokenizer does before it looks up tokens (its normalizer, pre-tokenizer and added tokens), as
+    plain data.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
     flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -127,7 +138,9 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _state(step: Any) -> Any:
-    """Return a step of a tokenizer as in its tokenizer.json, or None if there is no such step or it is written in Python."""
+    """Return the settings of one step of a tokenizer, such as its normalizer, as its tokenizer.json has them. None if there is no
+    such step or if it is written in Python.
+    """
     try:
         return None if step is None else json.loads(step.__getstate__())
     except Exception:  # what the tokenizers library raises for a step that is written in Python
@@ -135,7 +148,9 @@ def _state(step: Any) -> Any:
 
 
 def _growth(decoder: Any) -> int:
-    """Return how many characters a decoder's replacements make at most of one."""
+    """Return the largest number of characters to which a decoder's replacements can expand one character. decoder: its settings in
+    tokenizer.json.
+    """
     if not isinstance(decoder, dict):
         return 1
     if decoder.get("type") == "Replace":
@@ -145,7 +160,11 @@ def _growth(decoder: Any) -> int:
 
 
 def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> list[dict[str, Any]]:
-    """Run a job of `limited_child.py` and return its answers. Raises _Ended."""
+    """Run `job` with `limited_child.py` in a child process, and return the list that the child writes.
+
+    memory: how many bytes the child may use in addition to the imported libraries. pieces: the number of texts, for each of which
+    the child may use the time limit. Raises _Ended if the child exceeds a limit or fails.
+    """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"
     try:

@@ -1,8 +1,8 @@
-"""Runs the programs that come with a tokenizer, with limits on time and memory, in a process that can be ended.
+"""Runs the code that comes with a model's tokenizer in a child process, with limits on time and memory.
 
-A chat template is a program, and a tokenizer's normalizers and regular expressions can expand a text or backtrack without end.
-`limited.py` starts this file, which imports neither torch nor this package, writes a JSON object to its standard input, and reads
-a JSON list from its standard output.
+This code is a chat template, which is a program, or a tokenizer's normalizers and regular expressions, which can expand a text or
+backtrack without end. `limited.py` starts this file as the child process, writes a JSON object (the job) to its standard input, and
+reads a JSON list from its standard output. This file imports neither torch nor this package.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ except ImportError:  # Windows has no such limits; there the parent's time limit
     resource = None  # type: ignore[assignment]
 
 OUT_OF_MEMORY = 3
-"""The exit status if there is not enough memory within the limit."""
+"""The exit status of this process if it needs more memory than it may use."""
 
 
 def render(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the text that the chat template makes of each conversation, or the error at which the template stopped."""
+    """Apply a chat template to conversations. Returns an object with the resulting `text` for each conversation. At the first
+    conversation on which the template fails or returns too long a text, the list ends with an object with the `error` or the text's
+    length in `bytes`. job: the template, its variables, the conversations and the limits.
+    """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     answers: list[dict[str, Any]] = []
@@ -44,7 +47,9 @@ def render(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def split(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Normalize each text and split it into words, as the tokenizer does before it looks up tokens. The words are not returned."""
+    """Normalize each text and split it into words, as the tokenizer does before it looks up tokens. Returns an empty list, since
+    the caller only needs to know that this stays within the limits. job: the tokenizer's steps, the texts and the limits.
+    """
     from tokenizers import AddedToken, Tokenizer
 
     model = {"type": "WordLevel", "vocab": {"": 0}, "unk_token": ""}
@@ -60,7 +65,7 @@ def split(job: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process map at most `more` bytes more than it has mapped now."""
+    """On Linux, limit the address space of this process to its current size plus `more` bytes."""
     if resource is not None and sys.platform.startswith("linux"):
         with open("/proc/self/statm", encoding="ascii") as file:
             most = int(file.read().split()[0]) * resource.getpagesize() + more
@@ -68,7 +73,9 @@ def limit_memory(more: int) -> None:
 
 
 def limit_seconds(seconds: int) -> None:
-    """Let the system end this process after so many seconds of its computing, also in the middle of a function of C or Rust."""
+    """Let the operating system end this process once it has used `seconds` more seconds of CPU time, even inside a function written
+    in C or Rust.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 

@@ -111,8 +111,8 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
-    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: a phrase for each part of the
-    inputs so far, saying how it was created.
+    """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases that say how the
+    pictures were created.
     """
     texts, given = prompt_texts(options, LABELS)
     rows, shown, how = text_rows(model, texts, given, options.limits)
@@ -130,8 +130,7 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
 
 def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
     """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The text has one image token
-    for each feature vector of the picture. made_of: a phrase for each part of the inputs so far, saying how it was created. token:
-    the image token's id.
+    for each feature vector of the picture. made_of: phrases that say how the pictures were created. token: the image token's id.
     """
     texts, given = prompt_texts(options, [QUESTION])
     processor, tokenizer = processor_of(model), tokenizer_of(model)
@@ -189,7 +188,9 @@ def _by_processor(
 
 
 def _image_mark(model: LiveModel, processor: Any) -> str:
-    """Return the text that a processor replaces with the tokens of a picture, between the tokens that surround a picture."""
+    """Return the text that stands for a picture in a prompt: the placeholder that the processor replaces with the picture's tokens,
+    between the tokens that mark the start and the end of a picture.
+    """
     mark = getattr(processor, "boi_token", None) or getattr(processor, "image_token", "")
     ids = [getattr(model.module.config, f"vision_{side}_token_id", None) for side in ("start", "end")]
     before, after = (processor.tokenizer.convert_ids_to_tokens(id) if isinstance(id, int) else "" for id in ids)
@@ -199,9 +200,9 @@ def _image_mark(model: LiveModel, processor: Any) -> str:
 def _by_hand(
     model: LiveModel, picture: Picture, text: str, given: bool, token: int, limits: InputLimits
 ) -> tuple[dict[str, Any], str]:
-    """Build the arguments for a picture and a prompt without the model's processor. Returns them and a phrase that says how the
-    text was created. The text has as many image tokens as the model computes feature vectors for the picture. given: whether the
-    user provided it. token: the image token's id.
+    """Build the arguments for a picture and a prompt (`text`) without the model's processor. Returns the arguments, and a phrase
+    that says how the prompt was created. The token ids have one image token for each feature vector that the model computes for the
+    picture. given: whether the user provided the prompt. token: the id of the image token.
     """
     config = model.module.config
     names = parameters(model.module)

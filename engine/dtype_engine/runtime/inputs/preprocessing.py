@@ -28,8 +28,8 @@ _MOST_OFFSET = 8
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """Run the tokenizer, a processor or the chat template of a model's folder. Whatever it raises, panics of libraries in Rust
-    included, becomes a `PartFails` with a message that begins with `what`.
+    """While the block runs the tokenizer, a processor or the chat template of a model's folder, convert any exception to a
+    `PartFails` with a message that begins with `what`. This includes panics of libraries written in Rust.
     """
     with failures_as(PartFails, what), without_panic_message():
         yield
@@ -73,7 +73,7 @@ def processor_of(model: LiveModel) -> Any:
 
 
 def no_tokenizer(model: LiveModel) -> str:
-    """Return why there is no tokenizer, in words that complete a sentence that begins with "the folder"."""
+    """Return why the model's folder has no usable tokenizer. The words complete a sentence that begins with "the folder"."""
     try:
         tokenizer = _loaded_or_fails(model, _TOKENIZERS, _load_tokenizer)
     except Exception as error:
@@ -95,8 +95,8 @@ def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) 
 
 
 def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
-    """Return `load(folder, ...)` for the model's folder, or None if it has none of the files with these names. Raises any
-    Exception.
+    """Load a part of the preprocessing: return `load(folder, ...)` for the model's folder, or None if the folder has none of the
+    files named in `files`. Raises any exception that `load` raises, and ValueError if a file is not a regular file.
     """
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
@@ -125,8 +125,8 @@ def vocabulary(model: LiveModel) -> int | None:
 
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those results of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one.
-    kwargs: these results, by name.
+    """Return those outputs of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one tensor.
+    kwargs: all outputs of the processor, by name.
     """
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}

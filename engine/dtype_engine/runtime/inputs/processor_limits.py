@@ -1,4 +1,4 @@
-"""Checks the sizes that a model's preprocessing asks for, before it is loaded and before it makes anything of these sizes."""
+"""Checks the sizes in the settings of a model's preprocessing, before it is loaded and before it creates anything so large."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _LARGEST = 16 << 20
 _HIGHEST_RATE = 1_000_000
 """The highest sample rate in hertz that a feature extractor may name."""
 _COUNTS = frozenset({"num_additional_image_tokens", "image_seq_length", "image_seq_len", "num_image_tokens"})
-"""Settings that are a number of tokens. All others in `_SIZES` are a number of pixels, samples, bins or seconds."""
+"""The names of the settings that are a number of tokens. The settings in `_SIZES` are a number of pixels, samples, bins or seconds.
+"""
 _SIZES = frozenset(
     {
         "size", "crop_size", "pad_size", "image_size", "max_image_size", "height", "width", "shortest_edge", "longest_edge",
@@ -32,7 +33,7 @@ _SIZES = frozenset(
 def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
     """Raise NoForward if the preprocessing in the model's folder names a size that is no number or is over the limits.
 
-    A file that can't be read or is not valid JSON is left to transformers, which then does without it.
+    A file that can't be read or is not valid JSON is skipped, because transformers does without such a file.
     """
     for file in FILES if model.folder is not None else ():
         try:
@@ -44,7 +45,7 @@ def check_processor_files(model: LiveModel, limits: InputLimits) -> None:
 
 
 def made_values(processor: Any, width: int, height: int) -> int:
-    """Return about how many numbers an image processor makes of a colour picture of this size."""
+    """Return the approximate number of values that an image processor computes for a colour picture of this width and height."""
     by_pixels = hasattr(processor, "merge_size")  # Qwen2-VL's `size` counts pixels instead of an edge's length
     sizes = [getattr(processor, name, None) for name in ("size", "crop_size", "pad_size")]
     pinpoints = getattr(processor, "image_grid_pinpoints", None)
@@ -55,7 +56,9 @@ def made_values(processor: Any, width: int, height: int) -> int:
 
 
 def made_features(extractor: Any, samples: int) -> int:
-    """Return about how many numbers a feature extractor makes of a wave: the samples in all windows, or the bins of all frames."""
+    """Return the approximate number of values that a feature extractor computes for audio with this number of samples: the samples
+    in all windows, or the bins of all frames.
+    """
     padded = max(samples, _setting(extractor, "n_samples", 0))
     hop, window, bins = (_setting(extractor, name, 1) for name in ("hop_length", "n_fft", "feature_size"))
     return max(padded, padded // hop * max(window, bins))
@@ -68,7 +71,7 @@ def _setting(processor: Any, name: str, default: int) -> int:
 
 
 def _objects(content: object) -> Iterator[dict[str, Any]]:
-    """Yield all JSON objects in `content`."""
+    """Yield all JSON objects in `content`, at any depth."""
     if isinstance(content, dict):
         yield content
     for inner in content.values() if isinstance(content, dict) else content if isinstance(content, list) else ():
@@ -76,7 +79,10 @@ def _objects(content: object) -> Iterator[dict[str, Any]]:
 
 
 def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits) -> None:
-    """Check the sizes in one JSON object, and the products of these that a processor allocates."""
+    """Raise NoForward if a size in `settings`, a JSON object in a file of the preprocessing, is no number or is over the limits.
+    The same holds for products of sizes, for which a processor would allocate memory. title, file: the names of the model and of
+    the file.
+    """
     for name in (_SIZES | _COUNTS) & settings.keys():
         for value in _leaves(settings[name]):
             what = f"{name} in {file}"
@@ -98,7 +104,9 @@ def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits)
 
 
 def _leaves(value: object) -> Iterator[Any]:
-    """Yield the numbers, or what is in their place, of a setting that is a number, a list or an object; nothing for null."""
+    """Yield the values in a setting: the setting itself if it is a single value, or all values at any depth of a list or an object.
+    They should be numbers, but may be anything else. Yield nothing for null.
+    """
     if isinstance(value, (list, dict)):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _leaves(inner)
@@ -111,7 +119,11 @@ def _refuse(title: str, why: str) -> None:
 
 
 def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
-    """Return the number of pixels of a picture after it was resized to `size`, one of the forms that image processors have."""
+    """Return the number of pixels of a picture after an image processor has resized it.
+
+    size: the setting with the new size, in one of the forms that image processors accept. width, height: those of the picture
+    before. by_pixels: whether the edges in `size` are numbers of pixels in the whole picture instead of lengths.
+    """
     if isinstance(size, (int, float)):
         return int(size * size)
     pairs = zip(("height", "width"), size, strict=False) if isinstance(size, (list, tuple)) else dict(size).items()

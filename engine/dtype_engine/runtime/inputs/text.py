@@ -196,7 +196,9 @@ def encoded(
 
 
 def _conversation(sample: TextSample) -> Conversation:
-    """Return a sample as a conversation. A prompt becomes a user's message; its text ends with the words that begin the answer."""
+    """Return a user's text as a conversation. Plain text becomes a message of the user, and the words that begin the model's answer
+    are added after it.
+    """
     messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
     return sample.where, messages, not sample.messages
 
@@ -211,7 +213,7 @@ def apply_chat_template(
 
 
 def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
-    """Raise UserError for a text that has more characters than the limit on tokens admits."""
+    """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters."""
     for sample, text in zip(samples, texts, strict=True):
         what = f"{sample.where}, at {CHARACTERS_PER_TOKEN} characters per token,"
         limits.refuse_file("tokens", what, len(text) / CHARACTERS_PER_TOKEN)

@@ -112,7 +112,7 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
         """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
-        `on_progress(done, total)` counts them.
+        `on_progress(done, total)` counts the measured modules or subtrees.
 
         Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
@@ -157,7 +157,9 @@ class Attribution:
 
     @property
     def _drifting(self) -> frozenset[int]:
-        """The `id`s of the weights whose casts change results: the weight or the activations multiplied by it are rounded."""
+        """The `id`s of the weights whose casts change results, because the weight itself or the activations multiplied by it are
+        rounded.
+        """
         rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
@@ -186,8 +188,8 @@ class Attribution:
             raise NoForward("there are no inputs to run the model on")
 
     def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
-        """Return the contribution of each module or, if there are too many, subtrees, of which those that drift most are split
-        further. run: measures some of them. whole: the drift of the whole recipe.
+        """Return the contribution of each module to the drift. If there are too many modules, measure subtrees instead, and split
+        those that drift most. run: a function that measures some modules or subtrees. whole: the drift of the whole recipe.
         """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:

@@ -45,7 +45,9 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 
 def budget_for(asked: int | None = None) -> int:
-    """Return how many bytes may be kept between measurements: `asked`, or if None a quarter of free memory up to `MOST_KEPT`."""
+    """Return how many bytes of outputs may be kept between measurements: `asked`, or if None a quarter of free memory up to
+    `MOST_KEPT`.
+    """
     return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
 
@@ -121,7 +123,7 @@ class DriftMeter:
         self, totals: RunningTotals, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
     ) -> DriftReport:
         """Return a report of a measurement under `recipe`, with the model, device, settings, inputs and notices. lost: the weights
-        whose casts lose values.
+        whose casts make values infinite or zero.
         """
         candidate, output = self.candidate or self.model, totals.output
         return DriftReport(
@@ -210,8 +212,8 @@ class DriftMeter:
         listener: MeasurementListener,
         kept: KeptPositions | None,
     ) -> ModuleComparer | None:
-        """Return the observer that compares module outputs in the candidate's pass, or None if this step compares no modules. kept:
-        the positions to compare; if None, all.
+        """Return the observer that compares module outputs in the candidate's pass, or None if modules are not compared in the
+        sequence of `step`. kept: the positions to compare; if None, all.
         """
         if not step.compares_modules or reference.modules is None:
             return None

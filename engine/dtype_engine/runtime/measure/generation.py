@@ -24,7 +24,7 @@ maximum, over both runs of all prompts. If a text ends early, its missing tokens
 
 def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
     """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
-    Returns both texts of each.
+    Returns both continuations of each prompt.
 
     If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
     for which a caption is generated. Raises NoForward if the model can't generate, and the errors of a measurement.

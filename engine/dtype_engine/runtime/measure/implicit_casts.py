@@ -15,8 +15,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastStats, ...]:
-    """Run the candidate on one batch and return all implicit casts: those that torch makes itself, and those without which torch
-    would raise an error. `aggregate` combines equal casts.
+    """Run the candidate on one batch and return all implicit casts, combined by `aggregate`. Some of them are made by torch itself.
+    This program makes the others, because torch would raise an error without them.
 
     Raises NoForward, KernelError, Cancelled.
     """
@@ -31,8 +31,8 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
-    """Return one entry for all casts with the same module, operation and dtypes. Casts to float64 come first, then those with the
-    most elements.
+    """Combine the casts with the same module, operation and dtypes into one entry each. Casts to float64 come first, then those
+    with the most elements.
 
     Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
     """

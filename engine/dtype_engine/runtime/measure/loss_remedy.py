@@ -1,4 +1,4 @@
-"""Finds rules that keep the values which casts lose, by moving each affected weight to the nearest dtype that can hold its values.
+"""Finds rules that keep the values which casts make infinite or zero: each affected weight gets the nearest dtype that holds them.
 
 A remedy is searched even if the output is finite: a BatchNorm whose running variance has become infinite outputs zeros.
 """
@@ -21,14 +21,18 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""`count(name, dtype)` returns what a cast of the tensor with this canonical name loses, or None if it loses nothing."""
+"""`count(name, dtype)` returns how many values of a tensor a cast to `dtype` loses (they become infinite or zero, or saturate), or
+None if it only rounds values. name: the tensor's canonical name.
+"""
 OnTrial = Callable[[int, int], None]
 
 
 def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
-    """Return rules that keep the values which casts lose, with no measurement of their effect, or None if values are only rounded.
+    """Return rules that keep the values which casts make infinite or zero, or None if values are only rounded. The effect of the
+    rules on the drift is not measured.
 
-    reason: why the effect is not measured. losses: the lost values of each weight.
+    losses: the values that the casts under `plan` lose, for each weight. count: finds what a cast to another dtype would lose.
+    reason: why the effect is not measured.
     """
     wanted = {
         loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
@@ -47,8 +51,8 @@ def tried_remedy(
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """Return rules that keep the values which casts lost, with the drift under these rules over the same sequences as in `report`,
-    or None if values are only rounded.
+    """Return rules that keep the values which casts made infinite or zero, or None if values were only rounded. The result also has
+    the drift under these rules, measured over the same sequences as in `report`.
 
     If the nearest dtypes that hold the values do not reduce the drift, the stored dtypes are tried, too, and the better rules are
     returned. The model stays cast as in the last trial, so the caller has to apply its recipe again. Raises Cancelled.
@@ -71,7 +75,9 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the nearest dtype in which the values are only rounded, or `STORED` if none has fewer bits than the stored dtype."""
+    """Return the dtype to use for a tensor instead of `dtype`: the nearest one in which its values are only rounded, or `STORED` if
+    no such dtype has fewer bits than the stored dtype. count: finds how many values a cast would lose.
+    """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))

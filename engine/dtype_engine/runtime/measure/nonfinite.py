@@ -110,7 +110,9 @@ class _OpObserver(TorchFunctionMode):
         return result
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return the first of `numbers` that is infinite in `dtype`, else the last one that became 0 in this module, or None."""
+        """Return a number that the running operation's dtype can't represent: the first of `numbers` (the operation's arguments)
+        that is infinite in `dtype`, or else the last one until now that became 0 in this module. None if there is no such number.
+        """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
             if not bool(torch.isfinite(held)):
@@ -120,7 +122,9 @@ class _OpObserver(TorchFunctionMode):
         return self._vanished.get(module)
 
     def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight that a tensor is, if this weight has non-finite values. Otherwise return None."""
+        """Return the weight whose tensor is `tensor`, if the weight has non-finite values. Otherwise, and for other tensors, return
+        None.
+        """
         weight = self.weights.get(id(tensor))
         if weight is None:
             return None
@@ -130,7 +134,9 @@ class _OpObserver(TorchFunctionMode):
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """Appends each finished module's name to `operations.events`. `names` are the modules with non-finite outputs."""
+    """Observes a pass. It appends the name of each finished module to `operations.events`, and collects the names of the modules
+    with non-finite outputs in `names`.
+    """
 
     operations: _OpObserver
     names: set[str] = field(default_factory=set)
@@ -231,8 +237,9 @@ def _diagnosis(
 def _find_culprit(
     runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
 ) -> tuple[_NonFiniteOp | None, float | None, str]:
-    """Return the operation at which non-finite values arise, its largest |result| in the reference, and the first bad module.
-    first: the first module that the measurement found bad. reference_bad: whether the reference itself is not finite.
+    """Return the operation at which non-finite values arise, its largest |result| in the reference, and the first module whose
+    output is not finite. first: the first module with a non-finite output in the measurement. reference_bad: whether the reference
+    itself is not finite.
     """
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
@@ -320,7 +327,7 @@ def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
 
 
 def _largest(tensor: torch.Tensor) -> float:
-    """Return the largest finite |value|."""
+    """Return the largest finite |value| of a tensor."""
     if not tensor.numel():
         return 0.0
     magnitudes = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).abs()

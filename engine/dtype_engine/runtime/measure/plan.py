@@ -70,8 +70,8 @@ class MeasurementPlan:
 
 
 def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
-    """Return the batch numbers in the order of running: the shortest first, so that a result is available soon; then the others,
-    with neighbours far apart, because consecutive parts of a text are alike.
+    """Return the batch numbers in the order of running. The shortest batch is the first, so that a result is available soon.
+    Consecutive parts of a text are alike, so the order of the others keeps neighbours far apart.
     """
     count = len(batches)
     numbers = range(count)

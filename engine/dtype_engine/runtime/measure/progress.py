@@ -41,7 +41,8 @@ class MeasurementProgress(ModuleObserver):
         """Set the numbers of the remaining sequences, starting with the next one. with_reference: those on which the reference also
         has to run.
 
-        rest: the estimated fraction of the remaining work that is needed. If this estimate grows, the reported total does not.
+        rest: the estimated fraction of these sequences that has to run before the results are precise enough; 1 if all have to run.
+        If this estimate grows, the reported total does not.
         """
         self._end_pass()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]

@@ -100,7 +100,9 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Store the sums of all modules, by name, for one sequence, which must have been added before."""
+        """Store the sums from which the drifts of modules are computed, by module name, for one sequence. `number` is its index.
+        The sequence must have been added before.
+        """
         self._modules[number] = modules
 
     @property
@@ -115,8 +117,8 @@ class RunningTotals:
         return tuple(self._module(name, self._modules) for name in names if name not in self._left_out)
 
     def modules_with(self, number: int, modules: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-        """Return the drift of these modules over all sequences, including the sequence `number`, which is still running. modules:
-        their sums in it, by name.
+        """Return the drifts of the modules in `modules`, over all sequences including the sequence `number`, which is still
+        running. modules: for each module, its sums in the running sequence.
         """
         sequences = {**self._modules, number: modules}
         return tuple(self._module(name, sequences) for name in modules)

@@ -72,7 +72,8 @@ def log_normal_error(variance: float) -> float:
 def _student_factor(freedom: int) -> float:
     """Return the 97.5 % quantile of Student's t-distribution, divided by that of the normal distribution.
 
-    The first terms of an expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5), for three degrees of freedom or more.
+    It is computed with the first terms of an expansion in 1 / freedom (Abramowitz and Stegun, 26.7.5), for three degrees of freedom
+    or more.
     """
     square = statistics.NormalDist().inv_cdf(0.975) ** 2
     return 1 + (square + 1) / (4 * freedom) + (5 * square**2 + 16 * square + 3) / (96 * freedom**2)

@@ -1,4 +1,4 @@
-"""Counts the values that casts would lose in a checkpoint's tensors, without a live model."""
+"""Counts the values that casts would make infinite or zero in a checkpoint's tensors, without a live model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def losses_in_files(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> tuple[ValueLoss, ...]:
-    """Return the weights in which a plan's casts lose values, in the order of the tree. Tensors are read from the files one at a
-    time.
+    """Return how many values a plan's casts lose (they become infinite or zero, or saturate), with one entry for each tensor that
+    loses values, in the order of the tree. Tensors are read from the files one at a time.
 
-    planned: the dtype of each tensor, by name. counted: losses that were counted before; new ones are added. If the files store a
-    tensor in several pieces, each piece has an entry, with its name in the files. `on_progress(done, total)` counts tensors. Raises
-    UserError if a file can't be read, and Cancelled.
+    planned: the dtype of each tensor, by name. counted: a cache of earlier results, to which new results are added. If the files
+    store a tensor of the model in several pieces, each piece has its own entry, under its name in the files. `on_progress(done,
+    total)` counts tensors. Raises UserError if a file can't be read, and Cancelled.
     """
     counted = {} if counted is None else counted
     changed = [

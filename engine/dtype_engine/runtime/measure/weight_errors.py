@@ -24,11 +24,11 @@ def round_trips(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the error of every tensor that the plan changes, in the order of the tree. `on_progress(done, total)` counts tensors.
+    """Yield the round-trip error of every tensor that the plan changes, in the order of the tree.
 
-    If the files store a tensor in several parts, there is one entry for each part, under its name in the files. Tensors that are
-    not in the files are omitted. Raises UserError if a file can't be read or has changed since it was opened. planned: the dtype of
-    each tensor, by name.
+    planned: the dtype of each tensor, by name. If the files store a tensor of the model as several tensors, each of these has its
+    own entry, under its name in the files. Tensors that are not in the files are omitted. `on_progress(done, total)` counts
+    tensors. Raises UserError if a file can't be read or has changed since it was opened.
     """
     watch = Watch(checkpoint.identities)
     changed = [
@@ -51,8 +51,8 @@ def round_trips_of_live(
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
-    """Yield the error of every tensor that the plan changes in a live model, such as one built in Python. planned: the dtype of
-    each tensor, by name. `on_progress(done, total)` counts tensors.
+    """Yield the round-trip error of every tensor that the plan changes in a live model, such as one built in Python. planned: the
+    dtype of each tensor, by name. `on_progress(done, total)` counts tensors.
     """
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):
@@ -72,7 +72,9 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 def inspect_weight(
     checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Read a tensor. Returns its histogram of exponents, and its error in each dtype of `targets`. Raises UserError, Cancelled."""
+    """Read a tensor. Returns its histogram of exponents, and its round-trip error in each of the dtypes `targets`. Raises
+    UserError, Cancelled.
+    """
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model created it during loading")
     refuse_changed(checkpoint.identities)
@@ -82,8 +84,8 @@ def inspect_weight(
 def inspect_live_weight(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
 ) -> WeightStats:
-    """Return the histogram of exponents of a tensor in an open model, and its error in each dtype of `targets`. The stored values
-    are read from the checkpoint if it stores the tensor in one piece.
+    """Return the histogram of exponents of a tensor in an open model, and its round-trip error in each dtype of `targets`. The
+    stored values are read from the checkpoint if it stores the tensor in one piece.
 
     Raises UserError, Cancelled.
     """

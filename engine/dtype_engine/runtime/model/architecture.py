@@ -32,12 +32,12 @@ from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
-"""Limit on the number of modules: the first number plus, for each tensor in the files, the second. Real models have fewer than
-three modules per tensor, except small models that share layers or have many modules without tensors.
+"""The maximum number of modules of a model is the first number, plus the second number for each tensor in the files. Real models
+have fewer than three modules per tensor, except small models that share layers or have many modules without tensors.
 """
 _SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
-"""Limit on the bytes of the module's tensors that the files lack: the first number plus, for each byte of the files, the second. It
-is high because a module in float32 is 16 times as large as files with weights packed in two bits.
+"""The tensors of the module that the files lack may have at most this many bytes: the first number, plus the second number for each
+byte of the files. The limit is high because a module in float32 is 16 times as large as files with weights packed in two bits.
 """
 _LONGEST_REASON = 300
 

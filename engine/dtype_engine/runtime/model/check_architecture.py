@@ -1,5 +1,5 @@
-"""The part of checking a checkpoint that needs its architecture. It finds the tensors that the architecture has and the files lack,
-and the tensors that only the files have.
+"""Checks a checkpoint against its architecture: finds the tensors that the architecture has and the files lack, and the tensors
+that only the files have.
 """
 
 from __future__ import annotations

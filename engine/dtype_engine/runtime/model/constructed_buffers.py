@@ -22,7 +22,7 @@ from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.torch_private import own_tensors
 
 _COMPLETE = ("transformers.", "torch.")
-"""Prefixes of the module names of classes that fill their own buffers when a model is loaded."""
+"""Prefixes of the names of Python modules. The model classes in these modules fill their own buffers when a model is loaded."""
 
 
 def construct_buffers(module: nn.Module, dtype: torch.dtype) -> tuple[str, ...]:

@@ -47,8 +47,8 @@ class Weight:
     scale: torch.Tensor | None = None
     """The scales of the current data, or None for a dtype without scales."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
-    """The losses that were counted until now for casts of the stored data, keyed by the dtype of the cast. `ValueLoss` describes a
-    loss.
+    """A cache of how many values each cast of the stored data loses (they become infinite or zero, or saturate), keyed by the dtype
+    of the cast. None if the cast only rounds values.
     """
     stashed: torch.Tensor | None = None
     """The cast data while a reference pass runs, because the module then holds the original data. Otherwise None."""
@@ -93,7 +93,8 @@ class Weight:
         self.dtype = dtype
 
     def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
-        """Return the values that a cast of the stored data to `dtype` loses, or None if it loses none. The result is cached.
+        """Return how many values a cast of the stored data to `dtype` loses (they become infinite or zero, or saturate), or None if
+        it only rounds values. The result is cached.
 
         cast: whether the weight is currently in this dtype. If so, the current data is examined instead of casting again; it must
         not change during the call. Raises Cancelled.
@@ -138,12 +139,15 @@ class LiveModel:
     checkpoint: Checkpoint | None = None
     """The headers of the checkpoint, or None for the user's own module."""
     example_inputs: Callable[[], Any] | None = None
-    """The function `example_inputs` in the Python file of the user's own module."""
+    """The function `example_inputs` in the Python file of the user's own module, which returns inputs for it. None if there is
+    none.
+    """
     notices: tuple[str, ...] = ()
     trust_remote_code: bool = False
     """Whether Python code in the folder may run."""
     identities: tuple[FileIdentity, ...] = ()
-    """The identities of `files`, recorded before anything was read from these files."""
+    """The size, modification time and inode of each of `files`, recorded before anything was read from it, to detect later changes.
+    """
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
@@ -288,11 +292,11 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
-        """Return the losses of all weights in which casts do more than round: values become infinite, saturate or become zero. Each
-        loss is counted only once.
+        """Return how many values casts lose, with one entry for each weight in which casts do more than round: values become
+        infinite, saturate or become zero. The values of each cast are counted only once.
 
-        planned: the dtypes of a plan, whose losses are counted from the stored values; if None, the losses of the current casts are
-        counted. Raises Cancelled.
+        planned: the dtypes of a plan, whose casts of the stored values are examined; if None, the current casts are examined.
+        Raises Cancelled.
         """
         losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
@@ -301,8 +305,9 @@ class LiveModel:
         return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
-        """Return the losses under a plan, or None if they were not all counted before. Any thread may call this method. planned:
-        its dtypes, by weight name.
+        """Return how many values the casts of a plan lose (they become infinite or zero, or saturate), with one entry for each
+        weight that loses values. None if the values of some weight were not counted before. Any thread may call this method.
+        planned: the dtypes of the plan, by weight name.
         """
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype

@@ -51,9 +51,9 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return why the stored tensors of a packed weight can't have the same scales as the packed weight, or None if they can.
-    Reasons are that they are not stacked in rows, or that a block with one scale extends over two of them or over two rows. shapes:
-    those of the stored tensors, by name. packed: that of the weight.
+    """Return why a packed weight can't have the same scales as the stored tensors from which it is packed, or None if it can.
+    Either the stored tensors are not stacked in rows, or a block with one scale would extend over two stored tensors or over two
+    rows. shapes: the shapes of the stored tensors, by name. packed: the shape of the weight.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -72,8 +72,8 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return groups of stored tensors that have a common scale in the packed weight: all of them, those of each matrix, or no
-    groups.
+    """Return the groups of stored tensors that have a common scale in the packed weight: a single group with all of them, one group
+    for each matrix, or no groups.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
@@ -87,7 +87,7 @@ def pack(
     """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and float32 scales.
 
     title: the name of the weight. parts, placements: the stored tensors, and where loading places each, by name. packed: the shape
-    of the weight. Raises NoForward if codes and scales of one weight can't represent all of their values.
+    of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())

@@ -34,8 +34,8 @@ def _load_weights(
 ) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
     """Put a checkpoint's tensors into a module, mapped and in their stored dtypes.
 
-    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices, and the identities of the files,
-    recorded before the files were read. Raises UserError if the checkpoint does not fit.
+    trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices, and the size, modification time
+    and inode of each file, recorded before the files were read. Raises UserError if the checkpoint does not fit.
     """
     checkpoint = open_checkpoint(file, trust)
     values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}

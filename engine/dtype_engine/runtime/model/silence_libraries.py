@@ -33,7 +33,8 @@ def quiet() -> Iterator[None]:
 
 @contextmanager
 def without_panic_message() -> Iterator[None]:
-    """Drop what is written to standard error while the block runs and fails; write it at the end of a block that does not fail.
+    """Hide the messages of a failing library: if the block raises, drop what was written to standard error while it ran. If it does
+    not, write this text when the block ends.
 
     A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. Threads
     run such blocks one after another, because the descriptor belongs to the process.

@@ -23,7 +23,8 @@ from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 NOT_USED = "not used by"
 """The first words of `TensorInfo.uncastable_reason` for a tensor of the files that the module does not use."""
 _EXPERTS = re.compile(r"\.(experts|switch_mlp)\..*")
-"""Matches the rest of a tensor name, from the experts' module on: `.experts...` in transformers, `.switch_mlp...` in MLX."""
+"""Matches the part of a tensor's name that begins with the experts' module: `.experts...` in transformers, `.switch_mlp...` in MLX.
+"""
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
@@ -94,8 +95,11 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files (`headers`) that the module, whose tensors are `infos`, does not use, since
-    `placements` lacks them. They are never cast, for a reason that names the model (`title`).
+    """Return descriptions of the tensors of the files that the module does not use. Each states a reason, which names the model
+    (`title`), why the tensor is never cast.
+
+    placements: the live tensor of each tensor of the files that is used. headers: all tensors of the files, by name. infos: the
+    module's tensors.
     """
     taken = {name for info in infos for name in info.names}
     return [

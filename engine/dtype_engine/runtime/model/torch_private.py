@@ -48,8 +48,8 @@ is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wr
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
-    """Return the tensor inside of wrappers, and a function that wraps another tensor in the same way: as an example of a batch of
-    `torch.vmap`. The function is None if the tensor is wrapped in another way, such as by `torch.func.grad`.
+    """Return the tensor inside the wrappers of transforms, and a function that puts the same wrappers around another tensor. The
+    function is None if any wrapper is not from `torch.vmap`, but for example from `torch.func.grad`.
     """
     functorch, batches = torch._C._functorch, list[tuple[int, int]]()
     only_batched = True
@@ -148,5 +148,7 @@ def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check types on a write to it."""
+    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check the types of values written to
+    it.
+    """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

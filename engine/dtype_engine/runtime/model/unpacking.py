@@ -19,9 +19,9 @@ def unpack(live: LiveModel) -> None:
     """Make compressed-tensors unpack its weights now. By default, it unpacks them in the first forward pass, which may be
     cancelled.
 
-    compressed-tensors multiplies codes by scales in the dtype of the scales, so the scales are float32 meanwhile. The products are
-    what the reference computes with; the candidate has them rounded to the dtype of the scales, as transformers has. As in this
-    program's own exports, a layer does not round its inputs.
+    compressed-tensors multiplies codes by scales in the dtype of the scales, so the scales are cast to float32 until this is done.
+    The reference uses the float32 products. The candidate uses the products rounded to the stored dtype of the scales, as
+    transformers does. The layers are set not to round their inputs, as for this program's own exports.
     """
     compressor = getattr(getattr(live.module, "hf_quantizer", None), "compressor", None)
     if compressor is None or not hasattr(live.module, "ct_decompress_hook"):

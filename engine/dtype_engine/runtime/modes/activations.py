@@ -19,7 +19,8 @@ from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.numerics.activations import quantize_activations
 
 _LEFT, _RIGHT = -1, -2
-"""A matrix product sums over the last dimension of its left matrix and the second to last dimension of its right matrix."""
+"""The dimensions over which a matrix product sums: the last one of its left matrix, and the second to last one of its right matrix.
+"""
 
 _Operand = tuple[int, str, int]
 """An operand of a product: (position of the argument, its keyword, the dimension over which the product sums)."""
@@ -68,8 +69,8 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the formats of the tensors that are quantised weights, by `id`. stored: the formats of the model's own weights.
-        tensors: all those among the arguments of a call.
+        """Return the formats of the quantised weights among `tensors`, including tensors computed from such a weight, by `id`.
+        tensors: all tensors among the arguments of a call. stored: the formats of the model's own weights, by `id`.
         """
         found = {}
         for tensor in tensors:

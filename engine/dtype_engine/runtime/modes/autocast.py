@@ -12,7 +12,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the casts of `torch.autocast`. Autocast casts inside operations, where only a dispatch mode can see it."""
+    """Records the casts of `torch.autocast`. They are made inside torch's operations, where only a dispatch mode can see them."""
 
     def __init__(self, mode: WeightMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

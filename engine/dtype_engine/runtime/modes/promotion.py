@@ -59,7 +59,9 @@ class MixedCallSite(CallSite, Protocol):
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the running operation, to which casts inside it are attributed, or "" if such casts are not implicit."""
+    """The name of the running operation, to which casts inside it are attributed. It is "" if the model's code itself asked for a
+    dtype, so that casts inside the operation are not implicit.
+    """
     added: bool
     """Set to True once a torch call has run with other arguments than the model's code passed."""
 
@@ -125,9 +127,10 @@ def cast_of(
 
 
 def _form(value: Any) -> Any:
-    """Return a key for the properties that decide whether torch refuses an argument: dtype, number of dimensions, layout, and
-    whether it is inside of a transform such as `torch.vmap`; or the value of a string or flag. (`linear` adds a bias of another
-    dtype only to what is not contiguous.)
+    """Return a key with the properties of an argument that decide whether torch refuses it. For a tensor: the dtype, the number of
+    dimensions, whether it is contiguous, and whether it is inside of a transform such as `torch.vmap`. For a string, flag or dtype:
+    its value. For a container: the keys of what it contains. (Contiguity counts because `linear` adds a bias of another dtype only
+    if the input is not contiguous.)
     """
     if isinstance(value, torch.Tensor):
         contiguous = value.layout is torch.strided and value.is_contiguous()

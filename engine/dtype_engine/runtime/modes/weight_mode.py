@@ -113,7 +113,7 @@ class WeightMode(TorchFunctionMode):
         """The running operation's name, to which casts inside it are attributed, or "" if the model's code asked for a dtype."""
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes of the data that the module holds for replaced weights, if they are narrower than float32."""
+        """The dtypes in which the module holds the weights that this pass replaces, without float32 and float64."""
         self.written: dict[int, torch.Tensor] = {}
         """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
@@ -163,7 +163,7 @@ class WeightMode(TorchFunctionMode):
         needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
-        Queries of properties and metadata do not come here.
+        Reads of a tensor's properties and metadata are handled elsewhere.
         """
         as_given, dtype = self.rounding is None and self.record is None, None
         for value in (*args, *kwargs.values()) if kwargs else args:
@@ -216,8 +216,8 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of a replaced weight: of the values that the pass has written, or else of those that replace it. key:
-        the `id` of its tensor.
+        """Return the dtype of the values that the pass uses for a replaced weight: those that it has written to the weight, or else
+        those that replace the weight. key: the `id` of the weight's tensor.
         """
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
@@ -302,10 +302,10 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments with replacement values instead of each tensor that holds the memory of a replaced weight, although
-        the mode did not see how it was made: by `torch.vmap`, or by `nn.Parameter(weight)`.
+        """Return the arguments with some tensors replaced: those that hold the memory of a replaced weight, but that the mode did
+        not recognise, because it did not see how they were made (by `torch.vmap`, or by `nn.Parameter(weight)`).
 
-        Raises NoForward if it is another part of the memory, or inside of another transform, such as `torch.func.grad`.
+        Raises NoForward if such a tensor is only a part of the weight, or inside of another transform, such as `torch.func.grad`.
         """
         if not self._narrow:
             return args, kwargs

@@ -26,15 +26,19 @@ from dtype_engine.runtime.formats.scales import FLOAT32_MAX
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, saturates_beyond, torch_dtype
 
 _BIT_COUNTS = np.array([byte.bit_count() for byte in range(256)], dtype=np.uint8)
-"""The number of ones in each byte. numpy has a function for this from version 2 on."""
+"""The number of one bits in each possible byte, indexed by the byte. numpy has a function for this from version 2 on."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
-"""Caches losses, keyed by (tensor, dtype). The value is None if the cast of the tensor to the dtype only rounds values."""
+"""A cache of how many values each cast loses (they become infinite or zero, or saturate), keyed by the names of the tensor and of
+the dtype. The value is None if the cast only rounds values.
+"""
 
 
 class _Counts(NamedTuple):
-    """Numbers of lost values in one piece of a tensor. Adding those of all pieces gives the fields of `ValueLoss`."""
+    """How many values a cast loses in one piece of a tensor (some rows or elements). `ValueLoss` describes the fields. Its own
+    fields are the sums over all pieces.
+    """
 
     overflowed: int = 0
     vanished: int = 0
@@ -46,7 +50,9 @@ class _Counts(NamedTuple):
 
 
 class LossCounter:
-    """Counts the values that a cast loses, piece by piece during the cast, in any order and in several threads."""
+    """Counts the values that a cast makes infinite or zero or that saturate. It receives the tensor piece by piece (some rows or
+    elements at a time) during the cast, in any order and in several threads.
+    """
 
     def __init__(self, name: str, original: torch.Tensor | Values, dtype: str) -> None:
         self.name = name
@@ -57,10 +63,10 @@ class LossCounter:
         self._parts: list[_Counts] = []
 
     def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
-        """Count the losses in `after`, one flat piece of the cast tensor. `start` is the index of its first element in the
-        flattened tensor. For a dtype with scales, the piece has the codes of whole rows.
+        """Count the values that the cast loses in one flat piece of the tensor. start: the index of the piece's first element in
+        the flattened tensor. after: the values after the cast. For a dtype with scales, they are the codes of whole rows.
 
-        before: the same piece before the cast; if None, it is read from the original.
+        before: the values before the cast; if None, they are read from the original.
         """
         before = self._flat[start : start + len(after)] if before is None else before
         quantized = self.dtype in dtypes.STORAGE_DTYPES
@@ -69,7 +75,8 @@ class LossCounter:
         )
 
     def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
-        """Return the loss after all pieces were counted, or None if the cast only rounds values.
+        """Return how many values of the tensor the cast loses, after all pieces were counted, or None if the cast only rounds
+        values.
 
         Raises Cancelled.
         """
@@ -95,9 +102,11 @@ class LossCounter:
 def count_losses(
     name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
-    """Return the loss of a cast of `original` to `dtype`, or None if the cast only rounds values. name: that of the tensor.
+    """Return how many values of `original` become infinite, saturate or become zero in a cast to `dtype`, or None if the cast only
+    rounds values.
 
-    cast: the result of the cast, or the codes for a dtype with scales; if None, this function does the cast. Raises Cancelled.
+    name: the name of the tensor. cast: the result of the cast, or the codes for a dtype with scales; if None, this function does
+    the cast. Raises Cancelled.
     """
     counter = LossCounter(name, original, dtype)
 
@@ -124,8 +133,8 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix of which whole rows are quantized: a block format divides it into blocks; any other
-    format has one scale for each row.
+    """Return a view of a tensor as a matrix that is quantized some whole rows at a time. A block format divides the matrix into
+    blocks; any other format has one scale for each row.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:
@@ -149,8 +158,8 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Return how many values a cast to a dtype that PyTorch computes in loses in one flat piece of a tensor, whose values are
-    `before` and `after` the cast. `after` may be on a GPU. Channels that become all zero are not counted.
+    """Count the values that a cast loses in one flat piece of a tensor. The cast is to a dtype without scales, such as float16.
+    before, after: the values before and after the cast; `after` may be on a GPU. Channels that become all zero are not counted.
     """
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
@@ -163,9 +172,9 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Return the numbers of lost values in some rows of a tensor that were cast to `dtype`, which has scales. before: the values of
-    these rows, flat. codes: their codes, flat. width: the number of values in a row. In such a dtype, values saturate but never
-    overflow.
+    """Count the values that saturate or become zero in some rows of a tensor, in a cast to `dtype`, which has scales. before: the
+    values of these rows, flat. codes: their codes, flat. width: the number of values in a row. In such a dtype, values never become
+    infinite.
     """
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0
@@ -226,12 +235,14 @@ def magnitude_bits(values: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def _lost_channels(nonzero: torch.Tensor, zero_after: torch.Tensor) -> int:
-    """Return how many rows lose more than half of their nonzero values. Both arguments are bool [rows, width]."""
+    """Return in how many rows more than half of the nonzero values become zero. nonzero: which values were not zero before the
+    cast. zero_after: which are zero after it. Both are bool [rows, width].
+    """
     return int((2 * (nonzero & zero_after).sum(dim=1) > nonzero.sum(dim=1)).sum())
 
 
 def _channels_lost_by_cast(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
-    """Return how many output channels lose more than half of their nonzero values in a cast. Raises Cancelled."""
+    """Return in how many output channels a cast makes more than half of the nonzero values zero. Raises Cancelled."""
     rows, target = as_rows(original), torch_dtype(dtype)
     gone = 0
     for piece in row_slices(rows):

@@ -86,7 +86,9 @@ def _reported(sqnr: float, sums: _Sums) -> float | None:
 
 
 class _Sums(NamedTuple):
-    """Sums and counts over one piece of a tensor, and the largest error in it. `WeightError` describes the counts."""
+    """Sums and counts over one piece of a tensor (some rows or elements), from which its round-trip error is computed, and the
+    largest error in the piece. `WeightError` describes the counts.
+    """
 
     noise: float = 0.0
     energy: float = 0.0
@@ -107,7 +109,9 @@ valid during the call.
 
 
 def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Call `on_piece` for each piece of a tensor in a dtype without blocks: whole rows if each row has a scale, otherwise flat."""
+    """Cast a tensor to `dtype`, a dtype without blocks, piece by piece, and call `on_piece` with each piece. A piece has whole rows
+    if each row has its own scale. Otherwise, it is a part of the flattened tensor.
+    """
     quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
     rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
     pieces, top = row_slices(rows), dtypes.BY_NAME[dtype].max
@@ -134,7 +138,9 @@ def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
-    """Call `on_piece` for each piece of a tensor in a block format. The cast values are codes, not multiplied by their scale."""
+    """Quantize a tensor to `dtype`, a block format, piece by piece, and call `on_piece` with each piece. The cast values are codes,
+    not multiplied by their scale.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks
     assert blocks is not None
     count, height, width = matrices(tensor.shape, blocks.columns)

@@ -143,8 +143,9 @@ def saturates_beyond(dtype: str) -> float:
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers for the pieces of a large tensor, all of the same shape. Without these buffers, every temporary of every piece would
-    be in new memory, and touching new memory for the first time takes longer than the arithmetic.
+    """Buffers of one shape, in which the pieces of a large tensor (some rows each) are cast one after another. Without these
+    buffers, every temporary of every piece would be in new memory, and touching new memory for the first time takes longer than the
+    arithmetic.
     """
 
     cast: torch.Tensor

@@ -31,5 +31,7 @@ class ModelBehavior:
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return how many module calls precede the first use of each weight: the smaller number if both mappings have the weight."""
+    """Merge two mappings that say how many module calls precede the first use of each weight. A weight in both mappings gets the
+    smaller number.
+    """
     return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}

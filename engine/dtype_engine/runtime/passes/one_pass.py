@@ -30,7 +30,9 @@ class PassOptions:
     released.
     """
     prefix: int | None = None
-    """How many module calls at the start of the pass `earlier` can't have changed. Only `ForwardRunner.partial` uses this."""
+    """The number of calls at the start of the pass `earlier` whose outputs can't have changed. Only `ForwardRunner.partial` uses
+    this.
+    """
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
     """A function that returns a context manager, given the pass's torch-function mode. The context is entered before that mode."""
 

@@ -89,7 +89,8 @@ def left_as_found(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
-    objects; and tensors in attributes of the modules' classes and in global variables beside these classes.
+    objects; and tensors in attributes of the modules' classes and in global variables of the Python modules that define these
+    classes.
 
     Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
     again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.
@@ -116,7 +117,7 @@ class _State:
         self.tensors: list[torch.Tensor] = []
         """The tensors in attributes of modules."""
         self._named: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """(attribute dict of a module or object, copy of its contents) when the state was saved."""
+        """Pairs: the attribute dict of a module or object, and a copy of its contents when the state was saved."""
         self._containers: list[tuple[Any, Any]] = []
         """Containers, each with a copy of the contents that it had when the state was saved."""
         self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []
@@ -147,7 +148,9 @@ class _State:
             self.tensors += [value for value in had.values() if isinstance(value, torch.Tensor)]
 
     def _restore_shared(self) -> bool:
-        """Restore what `add_shared` saved where a tensor has come or gone, and return whether there was any such change."""
+        """Restore those attributes and containers saved by `add_shared` in which a tensor was added, replaced or removed. Returns
+        whether there were any.
+        """
         restored = False
         for holder, had, contents in self._shared:
             now = vars(holder)

@@ -23,17 +23,19 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return the smallest of the weights of an operation, and its companions. Of equal weights, the last one is the smallest.
+    """Return the smallest of the weights of an operation, and its companions. If several weights are equally small, the last one is
+    taken.
 
-    operation: the names of at least one weight of the operation, in the order of its arguments. A weight that can't be
-    cast is never a companion.
+    operation: the names of at least one weight of the operation, in the order of its arguments. A weight that can't be cast is
+    never a companion.
     """
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
 
 
 def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, companions: tuple[str, ...]) -> float:
-    """Return the drift that the cast of a weight adds to that of its companions, or its own if theirs is infinite.
+    """Return how much the cast of the weight `name` increases the drift if its companions are cast, too. If the drift with only the
+    companions cast is infinite, return the drift with only this weight cast.
 
     drift_of(names): the drift with only these weights cast, 0 for no weights.
     """
@@ -60,7 +62,9 @@ class CompanionsMode(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _weight_of(self, tensor: torch.Tensor) -> Weight | None:
-        """Return the weight of which a tensor is a view or the values in this pass, or None."""
+        """Return the weight to which a tensor belongs, or None. The tensor is the weight itself, the values that replace it in this
+        pass, or a view of either.
+        """
         base = base_of(tensor)
         owner = tensor if base is None else base
         return self.mode.weights.get(self.mode.standing_for.get(owner, id(owner)))

@@ -73,7 +73,7 @@ class ExactScan:
     dtypes: tuple[str, ...]
     settings: RunSettings
     save: Path | None = None
-    """A file that is read at the start and written after every measurement."""
+    """The file in which the results are saved. It is read at the start and written after every measurement. None: no file."""
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
     """The score and standard error of each finished measurement, keyed by weight and dtype."""
     unit: str = ""
@@ -178,7 +178,7 @@ class ExactScan:
         return self._meter
 
     def add(self, part: MeasuredWeight) -> None:
-        """Add a measurement to the results, and save them if there is a file."""
+        """Add the result of one measurement, and save all results if the scan has a file."""
         self.done[part.key] = part.score, part.error
         self.unit = part.unit
         self.forward_seconds = self.forward_seconds or part.forward_seconds

@@ -130,8 +130,9 @@ class _Again:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
     def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute the argument with id `key`, a function of a weight, from the new `value` of the weight. Returns its new id.
-        dtype: that of `value`.
+        """Recompute an argument that was computed from a weight, for new values of this weight. Returns the `id` of the new
+        argument. key: the `id` of the argument. source: how it was computed. value: the new values of the weight. dtype: that of
+        `value`.
         """
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()

@@ -26,7 +26,7 @@ from dtype_engine.runtime.scan.routing import Key
 MOST_PASSES = 128
 """Maximum number of passes in a sequence, each for one weight in one dtype."""
 _NOISE = 4.0
-"""How many times larger than the drift of a pass without casts a drift has to be, so that it is due to casts."""
+"""A drift is attributed to casts if it is more than this many times as large as the drift of a pass without casts."""
 
 
 class CastWeightsMode(ReferenceMode):

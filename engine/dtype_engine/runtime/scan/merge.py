@@ -55,15 +55,17 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Return the time of plain forward passes for the merged scan: the sum of both or, for an exact scan, that of a single pass."""
+    """Return the time of plain forward passes for the scan merged from two. For an estimated scan, it is the sum of both times. For
+    an exact scan, it is the time of a single pass, so that of either scan will do.
+    """
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds
     return one.forward_seconds or other.forward_seconds
 
 
 def _missing(whole: SavedScan, files: Mapping[Path, SavedScan]) -> str:
-    """Return a sentence that names the shards without a file, and the files of shards that did not finish. files: what each file
-    holds.
+    """Return a sentence that names the shards without a file, and the files of shards that did not finish. whole: the merged scan.
+    files: the saved scan in each file.
     """
     parts = [f"{whole.parts - whole.count} of {whole.parts} parts are missing"]
     counts = {scan.shard.count for scan in files.values()}

@@ -61,7 +61,7 @@ class TopKSample:
     share: float
     """How many of the sequence's `topk` calls this sample stands for: the number of all calls / that of sampled calls."""
     margins: list[float]
-    """One margin per token."""
+    """For each token, the k-th score minus the next score: [tokens]."""
     cost: float = 0.0
     """The drift caused by swapping the choices of one token, summed over all positions of the sequence."""
     squares: dict[Key, float] = field(default_factory=dict)

@@ -1,6 +1,7 @@
-"""Reads and writes saved scans: JSON with the results and a fingerprint of the model, inputs and settings.
+"""Reads and writes saved scans: JSON files with the results and a fingerprint of the model, inputs and settings.
 
-An estimated scan has `sequences`, each with its index. An exact scan has `scores`.
+The file of an estimated scan has an entry with results for each finished sequence (`sequences`). The file of an exact scan has the
+result of each measurement (`scores`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """The content of a saved scan file: the results, and what they are valid for."""
+    """The content of a saved scan file: the results, and the model, inputs, dtypes and settings for which they are valid."""
 
     fingerprint: Fingerprint
     draws: int
@@ -108,7 +109,7 @@ class _TopKSample(msgspec.Struct):
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """`TopKSample.squares` and `TopKSample.independent` as rows of (weight, dtype, squares, independent)."""
+    """The estimates for each weight and dtype, as rows of (weight, dtype, `TopKSample.squares`, `TopKSample.independent`)."""
 
 
 class _Sequence(msgspec.Struct):
@@ -162,7 +163,8 @@ def write(path: Path, saved: SavedScan) -> None:
 
 
 def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
-    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity.
+    """Save a scan, and keep the results that other processes have saved in the same file. Returns the new file's identity, such as
+    its inode and modification time.
 
     seen: the file's identity after this scan last wrote it. If two processes write at the same moment, the results of one are
     missing in the file until it saves again. Raises UserError if the file can't be written, or now holds another scan.
@@ -236,7 +238,9 @@ def read_any(path: Path) -> SavedScan:
 
 
 def _drifts(file: _File) -> Iterator[float | None]:
-    """Yield the numbers that a scan never writes as NaN: drifts and what they are divided by. Margins and variances may be NaN."""
+    """Yield the numbers in a saved scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins and
+    variances are not among them, because they may be NaN.
+    """
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:
         yield sequence.mass
@@ -247,7 +251,7 @@ def _drifts(file: _File) -> Iterator[float | None]:
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:
-    """Return mappings combined into rows of (weight, dtype, value in each mapping or None)."""
+    """Combine mappings that are keyed by (weight, dtype) into rows of (weight, dtype, value in each mapping or None)."""
     keys = sorted(set().union(*columns))
     return [(*key, *(column.get(key) for column in columns)) for key in keys]
 

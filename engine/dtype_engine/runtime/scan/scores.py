@@ -31,10 +31,12 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 _PRIOR_FREEDOM = 8
-"""The weight of the mean variance of all scores, in sequences."""
+"""The weight that the mean variance of all scores has in the variance of each score, in degrees of freedom. A score's own variance
+has one degree of freedom less than there are sequences.
+"""
 _APPROXIMATION = 0.1
-"""The relative standard error that any number of samples leaves: on small models, 0.11 in 16 bits, where later operations round
-once more, and 0.03 in 8 bits.
+"""The relative standard error of a score that remains with any number of samples, because the estimate is an approximation. On
+small models, it is 0.11 in 16 bits, where later operations round once more, and 0.03 in 8 bits.
 """
 
 
@@ -85,7 +87,9 @@ def combine_scores(
     mean_between = statistics.fmean(between.values()) if between else 0.0
 
     def error_of(score: float, own: float, sequences: int, least: float = 0.0, more: float = 0.0) -> float:
-        """Return the standard error. own: the score's own variance between sequences. All variances are relative."""
+        """Return the standard error of `score`. own: the score's own variance between sequences. sequences: their number. least:
+        the lower limit of the variance. more: a variance to add. All variances are relative.
+        """
         prior = mean_between * count / sequences
         variance = (_PRIOR_FREEDOM * prior + (sequences - 1) * own) / (_PRIOR_FREEDOM + sequences - 1)
         return score * log_normal_error(max(least, variance) + more)
@@ -120,7 +124,9 @@ def combine_scores(
 
 
 def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float:
-    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence."""
+    """Return the relative variance of the ratio Σ parts / Σ shares over sequences, or 0 for one sequence. parts, shares: the
+    numerator and the denominator of each sequence.
+    """
     total, whole, count = sum(parts), sum(shares), len(parts)
     squares = sum((part / total - share / whole) ** 2 for part, share in zip(parts, shares, strict=True))
     return count / (count - 1) * squares if count > 1 else 0.0
@@ -129,8 +135,10 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Shrink each weight's ratios towards their mean. Return, for each score that changes, its multiplier and the share of the
-    samples' variance that is left. variance: the relative variance of the samples.
+    """Shrink the ratios of `sums` to `independent` (see `SequenceScores`) of each weight's dtypes towards their mean.
+
+    Return, for each score that changes, its multiplier and the share of the samples' variance that is left. done: the results of
+    each sequence. wanted: the dtypes of each weight. variance: the relative variance of the samples.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():

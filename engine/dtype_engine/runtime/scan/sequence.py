@@ -270,7 +270,7 @@ class _Gradients:
 
 
 class _Reference:
-    """The reference's output in float64, prepared for several comparisons. `metrics` defines the metrics."""
+    """The reference's output in float64, prepared for several comparisons. `numerics.compare.metrics` defines the metrics."""
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution

@@ -116,12 +116,14 @@ class WeightOpRecorder(ReferenceMode):
         self.topk_calls: list[TopKCall] = []
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
-        """Weights of which the recorder could not follow a use."""
+        """The weights that the model used in a way that the recorder could not follow to the output."""
         self._own_dtypes_read: set[str] = set()
         """The weights whose own dtype was read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
         self._places = {_place(weight.tensor): key for key, weight in weights.items() if key not in self.replaced}
-        """The `id` of the tensor in `weights` or `_made` in each place, since no mode sees the call `nn.Parameter(tensor)`."""
+        """The `id` of the tensor in `weights` or `_made` that is at each place in memory. It identifies tensors that were made by
+        `nn.Parameter(tensor)`, a call that no mode sees.
+        """
         self._opaque: set[int] = set()
         """The `id`s of weights whose values, after a write, are not a known function of their stored values."""
         self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}

@@ -23,8 +23,8 @@ class Casting:
         """The dtype of every tensor under the current recipe."""
 
     def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled, and raises TooSlow before anything is
-        changed.
+        """Apply a recipe without adding a step that `undo` can revert. Raises Cancelled. Raises TooSlow, before anything is
+        changed, if a pattern takes too long to match.
         """
         plan = make_plan(self._model.tree, recipe)
         plan.refuse_too_slow()
@@ -32,14 +32,16 @@ class Casting:
         self._model.apply(plan.dtypes, on_progress, cancelled)
 
     def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
-        """Apply a recipe as a step that `undo` can revert. Raises Cancelled, and raises TooSlow before anything is changed."""
+        """Apply a recipe as a step that `undo` can revert. Raises Cancelled. Raises TooSlow, before anything is changed, if a
+        pattern takes too long to match.
+        """
         make_plan(self._model.tree, recipe).refuse_too_slow()
         self._history.push(recipe)
         self.use(recipe, on_progress, cancelled)
 
     def add(self, rule: Rule) -> None:
         """Add a rule to the current recipe and cast the model, as a step that `undo` can revert. Raises UserError if the rule
-        matches nothing, Cancelled, and TooSlow before anything is changed.
+        matches nothing, and Cancelled. Raises TooSlow, before anything is changed, if a pattern takes too long to match.
         """
         recipe = self.plan.recipe.then(rule)
         plan = make_plan(self._model.tree, recipe)

@@ -26,8 +26,8 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """Return the number of threads for each of several processes if they share `threads` threads, or torch's default number if
-    None.
+    """Return how many threads each of several processes gets if they share `threads` threads. None: torch's default number of
+    threads.
     """
     return max(1, (threads or torch.get_num_threads()) // processes)
 

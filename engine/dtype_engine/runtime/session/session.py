@@ -363,7 +363,7 @@ class Session:
             folder: A new folder.
             max_shard_size: The maximum size of each weights file, in bytes or as in "5GB".
             on_bytes: Called with the number of bytes already written and the total.
-            cancelled: Checked between pieces. If it returns True, nothing is left behind.
+            cancelled: Checked after each block of a tensor. If it returns True, no file of the export is left behind.
             force: Whether to replace a previous export in this folder, once everything is written.
             incomplete: Whether to export a checkpoint that lacks tensors.
 
@@ -480,12 +480,12 @@ class Session:
         """Measure the noise floor: the drift between two runs of the reference that add the same numbers in a different order.
 
         Args:
-            on_progress: Called with the number of positions already compared and the number of all positions.
+            on_progress: Called with the number of runs already done and an estimate of the number of all runs.
             cancelled: Checked between module calls.
 
         Returns:
-            For each metric, the worst value of all variants of the reference. They are measured once for the current inputs. Raises
-            what `drift` raises.
+            For each metric, the worst value of all variants of the reference. The noise floor is measured only once for the current
+            inputs. Raises what `drift` raises.
 
         Example:
             >>> session.floor() is session.floor()
@@ -635,7 +635,8 @@ class Session:
             draws: The number of backward passes per sequence; by default 24 over all sequences, but at least 4 for each.
             exact: Whether to measure each weight in each dtype separately, instead of estimating.
             save: A file in which the scan is saved after every sequence, and from which it continues.
-            on_progress: Called with the name of the step, the number of finished parts, and the number of all parts.
+            on_progress: Called with the name of the step, and the numbers of operations (`exact`: of measurements) that are
+                finished, and of all.
             on_estimate: Called with intermediate reports.
             cancelled: Checked between module calls.
 

@@ -39,7 +39,7 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two models, under the names that the model gives them."""
+    """The tensors of one of the two models that are compared, under the names that this model gives them."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """The stored dtype and the shape of each tensor, by name. The dtype is a name in `core.dtypes` or of a block format of GGUF."""
@@ -49,7 +49,8 @@ class _Side:
     decoded: frozenset[str] = frozenset()
     """The tensors whose values `read` computes from codes and scales, or from blocks."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """For each tensor that is part of a weight which is not decoded: the weight's name before quantisation, and what the weight is.
+    """The tensors that belong to weights whose values are not decoded. Each has the weight's name before quantisation, and a phrase
+    that describes the weight.
     """
 
 
@@ -98,8 +99,8 @@ def compare_foreign(
 ) -> CastReport:
     """Compare each tensor of the checkpoint at `path`, a folder or a file, with the tensor of the same name in `source`.
 
-    Weights that the architecture ties are compared under any of their names. Raises UserError if one of the two can't be read or if
-    they have no name in common, and Cancelled.
+    Weights that the architecture ties are compared under any of their names. Raises UserError if the checkpoint or the source can't
+    be read, or if they have no name in common, and Cancelled.
     """
     started = time.perf_counter()
     other, checkpoint = open_checkpoint(path, options.trust_pickle), source.open()
@@ -147,16 +148,17 @@ def compare_foreign(
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a stored tensor without scales. Of a block format of GGUF, the bits of an element are not known: 8."""
+    """Return the number of bytes of a stored tensor without scales. For a block format of GGUF, 8 bits per element are assumed."""
     row = dtypes.BY_NAME.get(dtype)
     return math.prod(shape) * (row.bits if row is not None else 8) // 8
 
 
 class _Pairs:
-    """Which tensor of the source each tensor of the other checkpoint is compared with.
+    """Assigns to each tensor of the compared checkpoint the tensor of the source with which it is compared.
 
-    same: the name in the source for each name in the checkpoint. extra: names that the source lacks. undecoded: what each weight is
-    that can't be compared, because its values are not decoded in one of the two.
+    same: the tensor's name in the source, keyed by its name in the checkpoint. extra: names of the checkpoint that the source
+    lacks. undecoded: the weights that can't be compared, because their values are not decoded in the checkpoint or in the source.
+    Each name has a phrase that describes the weight.
     """
 
     def __init__(self, theirs: _Side, ours: _Side, tree: Tree) -> None:
@@ -177,12 +179,16 @@ class _Pairs:
         self.extra = [name for name in unknown if name not in theirs.parts and name not in self.undecoded]
 
     def _name_in(self, side: _Side, name: str) -> str | None:
-        """Return the name under which a side has a tensor: this one, or another name of the same tied weight."""
+        """Return the name under which the checkpoint or source `side` has the tensor `name`: the same name, or another name of the
+        same tied weight. None if it lacks this tensor.
+        """
         info = self._tree.canonical(name)
         return next((each for each in (name, *(info.names if info is not None else ())) if each in side.stored), None)
 
     def only_in_source(self) -> list[TensorDifference]:
-        """Return the tensors of the source that the checkpoint lacks. A tied weight may be in it under another of its names."""
+        """Return the tensors of the source that the checkpoint lacks, as differences. A tied weight is not among them if the
+        checkpoint has it under another of its names.
+        """
         ours, kept, found = self._ours, set(self.same.values()), []
         for name in ours.stored:
             weight = ours.parts[name][0] if name in ours.parts else name
@@ -199,7 +205,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compared(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
-    """Compare two tensors of one shape, some elements at a time."""
+    """Compare a tensor of the checkpoint with a tensor of the source that has the same shape, some elements at a time. Returns how
+    many elements are not the source's values cast to the checkpoint's dtype, and the largest difference. name, found: the tensor's
+    names in the checkpoint and in the source.
+    """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)
     target = None if name in theirs.decoded else torch_dtype(dtype)
@@ -216,7 +225,7 @@ def _compared(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTens
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return for each element of two tensors in one dtype whether its bits are equal, or NaN in both."""
+    """Return for each element whether two tensors of the same dtype are equal there: their bits are equal, or both are NaN."""
     equal = (_bits(one) == _bits(other)).all(dim=1)
     if one.is_floating_point() and not bool(equal.all()):
         equal |= torch.isnan(one.to(torch.float32)) & torch.isnan(other.to(torch.float32))

@@ -23,7 +23,7 @@ _OF_ACTIVATIONS = (
     "input_zero_point",
     "weight_format",
 )
-"""Ends of the names of parts that do not change a weight's values."""
+"""Ends of the names of tensors that are stored with a quantised weight, but do not change its values."""
 _ZERO_POINT = "_zero_point"
 
 
@@ -78,7 +78,7 @@ def _declared_block(config: Mapping[str, Any] | None) -> tuple[int, ...]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """Return a mapping, or an empty one in place of anything else: a configuration may hold what it likes."""
+    """Return `value` if it is a mapping, and otherwise an empty mapping, since a configuration file may have anything there."""
     return value if isinstance(value, Mapping) else {}
 
 

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If the calls inside one call of a module are more than 1 / `_OUTLINE` of a pass's calls, their modules are observed, too."""
+"""If a module call contains more than 1 / `_OUTLINE` of a pass's calls, the modules that are called directly inside it are
+observed, too.
+"""
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:

@@ -15,7 +15,7 @@ from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.kept_positions import KeptPositions
 
 _REPORT_EVERY = 10
-"""Number of progress reports for each report of module metrics, which takes some milliseconds to compute."""
+"""Module metrics are reported once in this many progress reports, because computing them takes some milliseconds."""
 
 
 class ModuleComparer(ModuleObserver):
@@ -65,8 +65,8 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add the sums `observed` of one call of `module` to `sums`. For a call that was skipped, they come from the pass whose
-        output is reused.
+        """Add `observed`, the sums of one call of `module`, to `sums`. If the call was skipped, `observed` comes from the earlier
+        pass whose output is reused.
         """
         if observed is not None:
             if observed.rerouted:

@@ -56,13 +56,17 @@ class RoutingComparer:
         self._changed: dict[str, int] = {}
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
-        """Compare a router's choice, the indexes of the experts for each token, with the reference's choice."""
+        """Receive the indexes of the experts that a router chose for each token, and record the router if the reference chose other
+        experts.
+        """
         kept = self._choices.get((module, call))
         if kept is not None and not torch.equal(kept, chosen):
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Compare the scores [..., experts] of a router that returns only scores with those of the reference."""
+        """Receive the scores [..., experts] of a router that returns only scores, and record the router if the largest scores of a
+        token belong to other experts, or are in another order, than those of the reference.
+        """
         width = candidate.shape[-1] if candidate.ndim else 0
         if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
             return

@@ -12,7 +12,9 @@ T = TypeVar("T")
 
 
 class SeenOutput(Generic[T]):
-    """A module's output with a result computed from it. Holding the output keeps its memory from being used for another tensor."""
+    """A module's output with a result computed from it, such as its copy or its comparison with the reference. The result is used
+    again if the next module returns the same output. Holding the output keeps its memory from being used for another tensor.
+    """
 
     __slots__ = ("output", "result", "version")
 

@@ -16,11 +16,11 @@ import torch
 from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
 _CHUNK_ELEMENTS = 1 << 16
-"""Number of elements in a chunk. Its float64 buffers fit in one core's cache. Half as many would make torch's overhead per call
-significant.
+"""Number of elements of an output that are compared at once (a chunk). The chunk's float64 buffers fit in one core's cache. With
+half as many elements, torch's overhead per call would be significant.
 """
 _GPU_CHUNK_ELEMENTS = 1 << 22
-"""Number of elements in a chunk on a GPU. Their float64 copies need 100 MB."""
+"""Number of elements of an output that are compared at once (a chunk) on a GPU. Their float64 copies need 100 MB."""
 
 
 @dataclass(slots=True)

@@ -62,9 +62,9 @@ class OutputMetrics:
     ) -> None:
         """Add one sequence: the reference's and the candidate's output, of the same shape.
 
-        next_tokens: the class of each position's next token, int64 [batch, positions], or -100 if there is none. number: the index
-        of this sequence; if None, the sequence gets the next free index. kept: a mask of the positions to compare, bool [batch,
-        positions]; if None, all.
+        next_tokens: the id of the correct next token at each position, int64 [batch, positions], or -100 if there is none. number:
+        the index of this sequence; if None, the sequence gets the next free index. kept: a mask of the positions to compare, bool
+        [batch, positions]; if None, all.
 
         Raises:
             ValueError: The shapes differ.
@@ -197,8 +197,8 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. percentiles: the quantile (0 to 1) for
-    each name, such as p999. They are None for few values.
+    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. percentiles: the name (such as p999)
+    and quantile (0 to 1) of each percentile. If there are too few values, percentiles are None.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES

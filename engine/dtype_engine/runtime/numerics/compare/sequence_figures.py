@@ -27,9 +27,11 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
 
 _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
-"""Number of logits in a chunk. Its float64 buffers (4 MB) fit in a cache that cores share; smaller chunks need more torch calls."""
+"""Number of logits that are compared at once (a chunk). The chunk's float64 buffers (4 MB) fit in a cache that cores share; smaller
+chunks need more torch calls.
+"""
 _GPU_CHUNK_ELEMENTS = 1 << 21
-"""Number of logits in a chunk on a GPU, where its float64 buffers need 50 MB."""
+"""Number of logits that are compared at once (a chunk) on a GPU, where the chunk's float64 buffers need 50 MB."""
 _RESULTS = 9
 """Number of float64 values that are stored per position until all positions have been compared."""
 
@@ -43,9 +45,9 @@ class PositionFigures:
     same_top: torch.Tensor
     """Whether both outputs have the same likeliest class, the first of those with the largest logit: bool [positions]."""
     log_p: torch.Tensor
-    """The reference's log-probability of the next token's class, at the positions that have a next token."""
+    """The reference's log-probability of the correct next token, at the positions that have a next token."""
     log_q: torch.Tensor
-    """The candidate's log-probability of the next token's class, at the same positions as `log_p`."""
+    """The candidate's log-probability of the correct next token, at the same positions as `log_p`."""
 
 
 @dataclass(slots=True)
@@ -65,8 +67,8 @@ def sequence_figures(
 ) -> SequenceFigures:
     """Return the comparison of two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device.
 
-    distribution: whether the outputs are logits over classes. labels: the next token's class for each row, int64 [rows] (-100:
-    none).
+    distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each row, int64 [rows],
+    or -100 for none.
     """
     count, width = candidate.shape
     if not distribution:
