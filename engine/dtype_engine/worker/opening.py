@@ -74,10 +74,11 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
 
 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
-    """Raise UserError for a rule that matches nothing in a checkpoint, before any weight is loaded.
+    """Raise UserError if a rule of the recipe matches nothing in a checkpoint, before any weight is loaded.
 
-    If the tensor names in the headers do not show this, or if a rule names module classes, the architecture is built, which imports
-    torch. It also has the names of tied weights and packed experts.
+    If this can't be decided from the tensor names in the headers, or if a rule names module classes, the model's architecture is
+    built, which imports torch. A rule may also match the architecture's names of tied weights and packed experts, which the headers
+    lack.
     """
     checkpoint = source.open() if recipe.rules else None
     if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):
