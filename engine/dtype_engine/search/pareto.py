@@ -29,7 +29,9 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of an item, with the total bytes and the total score of the item's weights in this dtype."""
+    """One possible dtype of a weight, or of a group of weights that must have the same dtype (an `Item`), with the total bytes and
+    the total score of these weights in this dtype.
+    """
 
     dtype: str
     bytes: int
@@ -172,8 +174,8 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other choice beats in both bytes and score, sorted by bytes. Of equal choices, the wider dtype is
-    kept.
+    """Return those possible dtypes of an item that no other one beats in both bytes and score, sorted by bytes. Of dtypes with
+    equal bytes and score, the widest is kept.
     """
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
@@ -261,7 +263,9 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution for given choices. chosen: for each item, the index of its choice."""
+        """Return the solution in which each item has a given dtype. chosen: for each item, the index of this dtype in
+        `Item.choices`.
+        """
         planned = {
             name: item.choices[choice].dtype
             for item, choice in zip(self.items, chosen, strict=True)
@@ -282,12 +286,14 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much the score decreases for each additional byte, from one choice to a larger one."""
+    """Return by how much the score decreases for each additional byte if the dtype `low` of an item is replaced by the larger dtype
+    `high`.
+    """
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of the choices on the lower convex hull of score over bytes."""
+    """Return the indices of those possible dtypes of an item that lie on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(

@@ -153,7 +153,9 @@ class CountStoredLosses(FollowUp, frozen=True):
 
 
 class MeasureFloor(FollowUp, frozen=True):
-    """Measure the noise floor, once for each set of inputs, when no other command is waiting."""
+    """Measure the noise floor: the drift of the reference from itself when the same arithmetic runs in another order. This is done
+    once for each set of inputs, when no other command is waiting.
+    """
 
     name = "floor"
     rank = 4

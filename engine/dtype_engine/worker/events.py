@@ -161,7 +161,9 @@ class Measured(Event, frozen=True):
 
 
 class NoiseFloorMeasured(Event, frozen=True):
-    """Reports the noise floor over the current inputs."""
+    """Reports the noise floor over the current inputs: the drift of the reference from itself when the same arithmetic runs in
+    another order.
+    """
 
     floor: dtype_engine.results.attribution.NoiseFloor
 

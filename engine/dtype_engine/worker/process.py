@@ -71,7 +71,9 @@ class _InForce:
 
 
 def clear_up(request: SaveRequest) -> None:
-    """Remove what an ended engine on this machine has left of an unfinished export."""
+    """Remove the unfinished files of an export that an engine on this machine was writing when it ended. request: the request to
+    export.
+    """
     from dtype_engine.core.export_lock import recover_stale
     from dtype_engine.worker.save_requests import ExportRequest
 
@@ -119,7 +121,7 @@ class EngineProcess(Engine):
         self._given_up = threading.Event()
         """Set to stop the attempts to reconnect."""
         self._received = 0
-        """How many events have arrived from the current engine."""
+        """How many events this object has received from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
         """The save requests that the engine has not completed yet. The first one may be running."""
