@@ -340,7 +340,7 @@ class MainScreen(Screen[None]):
 
     def _copy(self, text: str, what: str) -> None:
         """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine. what: a word
-        for it in the message to the user.
+        for the text in the message to the user.
         """
         if text:
             self.app.copy_to_clipboard(text)

@@ -1,4 +1,5 @@
-"""Adds up the scores of a scan for a node, a layer or a recipe.
+"""Adds up the scores of a scan for a node, a layer or a recipe. A score is the drift of the model's output if only one weight is
+cast.
 
 To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of the scores of its
 weights. This is an approximation, so the sum is always called predicted.

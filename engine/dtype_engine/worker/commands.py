@@ -62,8 +62,8 @@ class Pause(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones. With a name, stop or drop only the commands with this name. The recipe
-    stays the same, and the next command completes the casts of the recipe.
+    """Stop the running command and drop the waiting ones. If `name` is given, stop or drop only the commands with this name. The
+    current recipe stays the same. If its casts were stopped before all tensors were cast, the next command completes them.
     """
 
     name: str | None = None
@@ -103,7 +103,7 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Whether to count the weight values that casts make infinite or zero even if the model can't be run and many bytes of the
+    """Whether to count the weight values that casts make infinite or zero even if the model is not loaded and many bytes of its
     files must be read for this.
     """
     in_full: bool = False
@@ -144,7 +144,7 @@ class FindLossRemedy(FollowUp, frozen=True):
 
 class CountStoredLosses(FollowUp, frozen=True):
     """Read the checkpoint's files to count the weight values that the casts of the recipe make infinite or zero. This is used if
-    the model can't be run.
+    the model could not be loaded.
     """
 
     name = "losses"

@@ -145,7 +145,9 @@ class ModulesMeasured(Event, frozen=True):
 
 
 class OutputMeasured(Event, frozen=True):
-    """Reports the main output's drift over the sequences that a running measurement has completed, and its `settings`."""
+    """Reports the drift of the main output over the sequences that a running measurement has completed. `settings` are those of the
+    measurement.
+    """
 
     recipe: Recipe
     settings: RunSettings
@@ -153,7 +155,9 @@ class OutputMeasured(Event, frozen=True):
 
 
 class Measured(Event, frozen=True):
-    """Reports that a measurement has run all inputs or reached the requested precision. `settings` are those of the measurement."""
+    """Reports the result of a measurement that has run all inputs or reached the requested precision. `settings` are those of the
+    measurement.
+    """
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport

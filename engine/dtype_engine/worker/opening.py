@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """A model, opened as far as possible: with a session, with only the checkpoint's headers, or with neither."""
+    """A model, opened as far as possible: loaded into memory (`session`), with only the checkpoint's headers read (`checkpoint`),
+    or neither.
+    """
 
     source: Source
     options: Options
     checkpoint: Checkpoint | None = None
     session: Session | None = None
     known_tree: Tree | None = None
-    """The tree with module classes, if the architecture is known but there is no session."""
+    """The model's tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
     why_closed: str = ""
-    """Why there is no session, if there is none."""
+    """Why the model could not be loaded, or "" if it was loaded."""
 
     @property
     def available(self) -> Available:

@@ -1,5 +1,5 @@
-"""Counts the weight values in a checkpoint's files that casts make infinite or zero. This is used if the model can't be run. Many
-bytes are read only at the user's request.
+"""Counts the weight values in a checkpoint's files that casts make infinite or zero. This is used if the model could not be loaded.
+Many bytes are read only at the user's request.
 """
 
 from __future__ import annotations

@@ -109,7 +109,9 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after the running command has ended with this outcome. follow_ups: commands that the ended one requires."""
+    """Return the queue after the running command has ended with this outcome. follow_ups: commands that must run next to complete
+    the ended one.
+    """
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")

@@ -54,8 +54,8 @@ class SaveContext:
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """Return the plan of the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be
-        incomplete.
+        """Return the dtype of every tensor of `tree` under the recipe. Raises TooSlow if a pattern takes too long to match, as the
+        plan would be incomplete.
         """
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
@@ -63,7 +63,9 @@ class SaveContext:
 
 
 def plan_export(context: SaveContext) -> ExportPlan:
-    """Return the plan of an export. Raises UserError if the recipe can't be exported."""
+    """Return what an export of the recipe would write: its bytes, files and dtypes, and notices for the user. Raises UserError if
+    the recipe can't be exported.
+    """
     from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
@@ -111,7 +113,7 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts make values infinite or zero. If the model can't be run, the checkpoint's files are read
+    """Return the weights in which casts make values infinite or zero. If the model is not loaded, the checkpoint's files are read
     for casts that were not counted before. Returns None if more than `max_bytes` would have to be read.
     """
     model = context.model

@@ -283,6 +283,8 @@ def _shade(score: float, most: float) -> str:
 
 
 def _heat_style(share: float) -> Style:
-    """Return the colour, from the terminal's palette, for a value between 0 and 1 from `_share`."""
+    """Return the colour, from the terminal's palette, in which a score is drawn. share: the score on the scale from 0 to 1 of
+    `_share`.
+    """
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

@@ -54,7 +54,7 @@ class Results:
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     failure: str | None = None
-    """Why the run failed, or None if it did not."""
+    """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:

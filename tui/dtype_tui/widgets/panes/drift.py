@@ -218,7 +218,9 @@ def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add the operation that produces infinite or NaN values, the rule that prevents them, and the key that applies the rule."""
+    """Add rows to `grid` with the operation that produces infinite or NaN values, the rule that prevents them, and the key that
+    applies the rule.
+    """
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)
