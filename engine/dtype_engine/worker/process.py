@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect. The last wait is repeated. It is long because an attempt may be a login that
-the server refuses.
+"""Seconds to wait before the first, second and further attempts to reconnect. The last wait is repeated. It is long because each
+attempt may be a login that the server refuses.
 """
 
 

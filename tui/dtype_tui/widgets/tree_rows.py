@@ -46,7 +46,7 @@ class Row:
 
 def first_opened(tree: Tree) -> set[str]:
     """Return the names of the nodes that are open at the start: from the root down to the first node with several children, and the
-    children of that node, unless they or their own children are too many.
+    children of this node, unless it or they have very many children.
     """
     node = tree.root
     opened = {""}
