@@ -4,7 +4,7 @@
 
 Text: the `.py` files of the running interpreter's standard library (Python Software Foundation
 License), tests and third-party packages left out. One file in twenty is held out, chosen by a hash of
-its name, so the loss it prints at the end is on text that neither the tokenizer nor the model has seen.
+its name, so the loss that is printed at the end is on text that neither the tokenizer nor the model has seen.
 Writes `config.json`, `generation_config.json`, `model.safetensors` (float32), `tokenizer.json`,
 `tokenizer_config.json` and `training.json` (what was read, for how long, and the losses reached).
 """

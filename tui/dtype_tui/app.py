@@ -138,7 +138,7 @@ class DtypeApp(BaseApp[None]):
         default_namespace: DOMNode | None = None,
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
-        """Run an action with the arguments of Textual's own method, and report the action to the tour. Returns whether it was
+        """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
         handled.
         """
         if isinstance(action, str) and self.guide.closes_offer(action):

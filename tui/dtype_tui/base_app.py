@@ -193,9 +193,9 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """If a key may be Escape followed by a letter, return that letter, and None otherwise. alt+j may be such a key.
+    """Return the letter j if the key is alt+j and the user may have pressed Escape and then j instead, likewise for other letters.
+    Returns None otherwise.
 
-    Most terminals send the same bytes for alt+j and for Escape, j. A terminal that distinguishes them sends alt+j without a
-    character.
+    Most terminals send the same bytes for both. A terminal that distinguishes them sends alt+j without a character.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

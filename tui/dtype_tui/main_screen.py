@@ -46,7 +46,9 @@ from dtype_tui.windows import Windows
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 MOST_WINDOWS = 20
-"""From this number of open windows on, results open no further ones: Textual can't draw a hundred over each other."""
+"""A result that arrives opens a window only while fewer screens than this are open. Textual takes too long to draw a hundred
+windows over each other.
+"""
 
 
 class MainScreen(Screen[None]):
@@ -65,7 +67,9 @@ class MainScreen(Screen[None]):
         self._wanted_cursor = cursor
         """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
         self._worst = ""
-        """The name of the module to which the key for the worst module moved the cursor last."""
+        """The name of the module to which the key for the worst module has moved the cursor last. A further press of this key goes
+        to the module with the next smaller drift.
+        """
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)
         self._words = CommandWords(controller, self.tree_view)
@@ -336,7 +340,7 @@ class MainScreen(Screen[None]):
 
     def _copy(self, text: str, what: str) -> None:
         """Copy a text to the terminal's clipboard (OSC 52). Over SSH, this is the clipboard of the user's own machine. what: a word
-        for it in the message to the user.
+        for the text in the message to the user.
         """
         if text:
             self.app.copy_to_clipboard(text)

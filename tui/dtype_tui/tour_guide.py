@@ -59,9 +59,10 @@ class TourGuide:
         self._show()
 
     def closes_offer(self, action: str) -> bool:
-        """If the tour is being offered and this action stops things, close the offer and return True.
+        """Close the offer of the tour if the offer is shown and `action` is the action `stop` (Esc). Returns whether the offer was
+        closed.
 
-        The action must then have no other effect. Otherwise, return False.
+        If so, the key must have no other effect.
         """
         if not self._offers or action != "stop":
             return False

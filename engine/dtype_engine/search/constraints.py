@@ -46,16 +46,19 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """The constraints and the budget in bytes for a search, with the lines that the user typed for them."""
+    """What the user requires of a recipe that a search finds: constraints on dtypes, and the largest size in bytes (`budget`).
+    `lines` are the lines in which the user typed these.
+    """
 
     constraints: Constraints = field(default_factory=Constraints)
     budget: int | None = None
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return these constraints with one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`,
-        `clear`, or a budget such as `8MiB`, `45%` or `budget 8MiB`. stored_bytes: the size to which a percentage refers. Raises
-        UserError.
+        """Return these constraints, changed by one more line that the user typed: `keep PATTERN`, `alike PATTERN`, `only DTYPES`,
+        `only PATTERN=DTYPES`, `clear`, or a budget such as `8MiB`, `45%` or `budget 8MiB`.
+
+        stored_bytes: the size of the stored model, to which a percentage refers. Raises UserError.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

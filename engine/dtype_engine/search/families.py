@@ -1,4 +1,4 @@
-"""Families of formats that one runtime can mix in a model, and the constraints that the runtime puts on a search."""
+"""Defines which dtypes each runtime (vLLM, SGLang, llama.cpp) can mix in one model, and what else it requires of a recipe."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FUSING = ("vllm", "sglang")
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Return `constraints` with those of the runtime `family` added: fused layers must have one format, and each weight may have
-    only formats that fit its shape.
+    """Return the user's `constraints` with those of a runtime added: layers that the runtime fuses must have one format, and each
+    weight may have only formats that fit its shape. family: the name of the runtime.
 
     The user's patterns come after the runtime's, so that the user's patterns decide.
     """

@@ -29,7 +29,9 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of an item, with the total bytes and the total score of the item's weights in this dtype."""
+    """One possible dtype of a weight, or of a group of weights that must have the same dtype (an `Item`), with the total bytes and
+    the total score of these weights in this dtype.
+    """
 
     dtype: str
     bytes: int
@@ -38,8 +40,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Weights that must have the same dtype, with the dtypes that they may have as `choices`, sorted by bytes. A choice is left out
-    if another one is at least as good and needs no more bytes.
+    """One or more weights that must have the same dtype. `choices` are the dtypes that they may have, sorted by bytes. A dtype is
+    left out if another one has at most its score and needs no more bytes.
     """
 
     weights: tuple[str, ...]
@@ -55,12 +57,13 @@ class Constraints:
     keep: tuple[str, ...] = ()
     """Patterns of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
-    """Patterns. Weights that one pattern matches in the same parent module get the same dtype, as with `*.{q,k,v}_proj`."""
+    """Patterns. All weights in the same parent module that one pattern matches get the same dtype, as with `*.{q,k,v}_proj`."""
     dtypes: tuple[str, ...] = ()
     """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """(pattern, allowed dtypes). If several patterns match a weight, the last one decides. Norms, biases and routers (`stays_wide`)
-    get a format with scales only if one of these patterns matches them.
+    """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. If several patterns match a weight,
+    the last one decides. Norms, biases and routers (`stays_wide`) may have a format with scales only if one of these patterns
+    matches them.
     """
 
 
@@ -76,8 +79,10 @@ class Solution:
 def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
-    """Return the items of a search. scores: the drift for each (weight, dtype). Raises UserError for a pattern that matches
-    nothing, or a dtype that was not scanned.
+    """Return the items of a search: each weight, or each group of weights that must have the same dtype, with its possible dtypes.
+
+    scores: the drift for each (weight, dtype). Raises UserError for a pattern that matches nothing, or a dtype that was not
+    scanned.
     """
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
@@ -139,8 +144,8 @@ def stays_wide(tree: Tree, name: str) -> bool:
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return the weights divided into groups that must each have one dtype: those in one parent module that one of `patterns`
-    matches. Groups with a weight in common are merged.
+    """Return the weights divided into groups, each of which must have one dtype. Weights are in one group if they are in the same
+    parent module and the same pattern of `patterns` matches them. Groups that share a weight are merged.
     """
     leader = {name: name for name in weights}
 
@@ -169,8 +174,8 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
-    """Return the choices that no other choice beats in both bytes and score, sorted by bytes. Of equal choices, the wider dtype is
-    kept.
+    """Return those possible dtypes of an item that no other one beats in both bytes and score, sorted by bytes. Of dtypes with
+    equal bytes and score, the widest is kept.
     """
     # A dtype that only its file format knows, such as GGUF's q4_k, is the stored one.
     bits = {name: known.bits for name, known in dtypes.BY_NAME.items()}
@@ -185,13 +190,15 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of items. At its first point, all have their smallest dtype; each further point improves one item."""
+    """The Pareto front of bytes against predicted drift. At its first point, every item has its smallest dtype; at each further
+    point, one more item has a larger dtype.
+    """
 
     items: Sequence[Item]
     fixed: int = 0
     """Bytes of the tensors whose dtype never changes, such as integers and quantized weights."""
     points: list[FrontPoint] = field(default_factory=list)
-    """The points of the front, with the bytes of the whole model."""
+    """The points of the front: for each, the bytes of the whole model and the predicted drift."""
     _steps: list[tuple[int, int]] = field(default_factory=list)
     _slopes: list[float] = field(default_factory=list)
 
@@ -256,7 +263,9 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution for given choices. chosen: for each item, the index of its choice."""
+        """Return the solution in which each item has a given dtype. chosen: for each item, the index of this dtype in
+        `Item.choices`.
+        """
         planned = {
             name: item.choices[choice].dtype
             for item, choice in zip(self.items, chosen, strict=True)
@@ -268,8 +277,8 @@ class ParetoFront:
 def make_front(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> ParetoFront:
-    """Return the Pareto front of a model according to the scores of a scan: the drift for each (weight, dtype). Raises UserError
-    for a pattern that matches nothing, or a dtype that was not scanned.
+    """Return the Pareto front of a model. scores: the results of a scan, which are the drift for each (weight, dtype). Raises
+    UserError for a pattern that matches nothing, or a dtype that was not scanned.
     """
     items = make_items(tree, scores, constraints)
     changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
@@ -277,12 +286,14 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much the score decreases for each additional byte, from one choice to a larger one."""
+    """Return by how much the score decreases for each additional byte if the dtype `low` of an item is replaced by the larger dtype
+    `high`.
+    """
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of the choices on the lower convex hull of score over bytes."""
+    """Return the indices of those possible dtypes of an item that lie on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -295,8 +306,9 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`: the sums of weight, cost and reduced cost over the rows decided so far, the choice in the
-    last of them, and the partial solution `before` that choice.
+    """A partial solution of `knapsack`, in which an entry of the first few rows is chosen. It holds the sums of the weights, costs
+    and reduced costs of these entries (`used` is the sum of reduced costs), the index of the entry chosen in the last of these
+    rows, and the partial solution for the rows before it.
     """
 
     weight: float
@@ -309,13 +321,13 @@ class _State:
 def knapsack(
     table: Sequence[Sequence[tuple[float, float]]], limit: float, price: float, start: Sequence[int]
 ) -> list[int]:
-    """Choose one (cost, weight) from each row of `table` so that the sum of costs is minimal while the sum of weights is at most
-    `limit`. Returns the index chosen in each row.
+    """Choose one entry (cost, weight) from each row of `table` so that the sum of costs is minimal while the sum of weights is at
+    most `limit`. Returns the index of the entry chosen in each row. A weight here is a number, such as bytes, and not a tensor.
 
-    start: any solution within the limit. price: the Lagrange multiplier p, the cost of a unit of weight. The reduced cost of a
-    choice is its cost + p·weight minus the minimum of cost + p·weight in its row. In a solution better than `start`, the reduced
-    costs sum to at most the gap between the cost of `start` and the Lagrangian bound, which excludes most choices. The result is
-    exact unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
+    start: the indices of any solution within the limit. price: the Lagrange multiplier p, the cost of a unit of weight. The reduced
+    cost of an entry is its cost + p·weight minus the minimum of cost + p·weight in its row. In a solution better than `start`, the
+    reduced costs sum to at most the gap between the cost of `start` and the Lagrangian bound, which excludes most entries. The
+    result is exact unless more than 20,000 partial solutions remain; then only those with the smallest reduced costs are continued.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
     best_cost = math.fsum(row[index][0] for row, index in zip(table, start, strict=True))
@@ -364,7 +376,7 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Return the states in order of weight, without those that another state equals or beats in both weight and cost."""
+    """Return the partial solutions in order of weight, without those that another one equals or beats in both weight and cost."""
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []
     for state in states:

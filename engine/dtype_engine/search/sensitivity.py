@@ -1,4 +1,5 @@
-"""Adds up the scores of a scan for a node, a layer or a recipe.
+"""Adds up the scores of a scan for a node, a layer or a recipe. A score is the drift of the model's output if only one weight is
+cast.
 
 To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of the scores of its
 weights. This is an approximation, so the sum is always called predicted.
@@ -19,14 +20,16 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Return whether a weight stored in `stored` causes no drift in `dtype`: it is at least as wide as the reference's dtype."""
+    """Return whether casting a weight from the dtype `stored` to `dtype` causes no drift, because `dtype` is at least as wide as
+    the reference's dtype: float64 for a weight stored in float64, otherwise float32.
+    """
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 def scalar_drift(output: OutputDrift) -> float:
-    """Return the metric that scans and searches use for drift: the mean KL of distributions, or the squared relative L2 error of
-    other outputs. It is infinite if the output is not finite.
+    """Return a model output's drift as one number, by which scans and searches compare recipes: the mean KL if the output is a
+    distribution, otherwise the squared relative L2 error. It is infinite if the output is not finite.
     """
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
@@ -65,11 +68,11 @@ def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """An entry of a ranking: a weight in one dtype."""
+    """An entry of a ranking: a weight, a dtype, and the score of casting the weight to this dtype."""
 
     score: WeightScore
     saved: int
-    """How many bytes the cast saves; negative if the weight becomes larger."""
+    """How many bytes casting the weight saves; negative if the weight becomes larger."""
 
     @property
     def per_byte(self) -> float:
@@ -78,8 +81,8 @@ class Ranked:
 
 
 def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: bool = False) -> list[Ranked]:
-    """Return scored weights, those with the highest scores first. dtype: only scores in this dtype; if None, in all dtypes.
-    per_byte: sort by score per saved byte, with casts that save nothing last.
+    """Return the casts of a scan, each of one weight to one dtype, those with the highest scores first. dtype: include only casts
+    to this dtype; if None, casts to all dtypes. per_byte: sort by score per saved byte, with casts that save nothing last.
     """
     rows = [
         Ranked(score, tree.tensors[score.name].nbytes - score.bytes)
@@ -97,19 +100,21 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
 
 @dataclass(frozen=True, slots=True)
 class LayerMap:
-    """A table of scores by layer and kind of weight."""
+    """The scores of a scan in one dtype as a table, with a row for each layer, such as `model.layers.3`, and a column for each kind
+    of weight, such as `mlp.down_proj`.
+    """
 
     layers: tuple[str, ...]
     kinds: tuple[str, ...]
     cells: Mapping[tuple[str, str], float]
-    """The sum of the scores for each pair (layer, kind)."""
+    """The sum of the scores of the weights in each cell, by (layer, kind)."""
     rest: tuple[tuple[str, float], ...]
-    """The names and scores of weights outside numbered layers."""
+    """The (name, score) of each weight that is in no numbered layer, and therefore not in the table."""
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Return a table of the `scores`, the drift for each (weight, dtype), in the dtype `dtype`. A weight's layer is its name up to
-    the first number. Its kind is the rest of the name, with `*` for further numbers.
+    """Return the scores in `dtype` as a table by layer and kind of weight. scores: the drift for each (weight, dtype). A weight's
+    layer is its name up to the first number. Its kind is the rest of its name, with `*` for further numbers.
     """
     layers: dict[str, None] = {}
     kinds: dict[str, None] = {}

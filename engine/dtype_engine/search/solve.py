@@ -1,4 +1,4 @@
-"""Finds the solution on a Pareto front for one limit."""
+"""Finds the best solution of a search under one limit: on the bytes of the model, or on its predicted drift."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """Return `count` solutions: the best one under a limit, and the points of the front nearest to it.
+    """Return up to `count` solutions: first the best one under a limit, as `solve` returns it, then the nearest points of the
+    front.
 
-    For a budget these are the largest points that fit. For a drift they are on both sides of the best one, because the prediction
-    may be too low or too high. Raises the same errors as `solve`.
+    If `budget` is given, these points are the largest ones with no more bytes than the best solution. If `max_drift` is given, they
+    have fewer or more bytes than the best solution, because the predicted drift may be too low or too high. Raises the same errors
+    as `solve`.
     """
     first = solve(front, budget, max_drift)
     indexes = range(len(front.points))

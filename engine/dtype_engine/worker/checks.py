@@ -1,4 +1,6 @@
-"""Checks the values in events from another process. Otherwise, the app might divide by them or use them as keys and fail."""
+"""Checks the values in events that an engine in another process sends. Without these checks, a wrong value, such as an unknown
+dtype or a tensor without elements, could make the app fail later.
+"""
 
 from __future__ import annotations
 

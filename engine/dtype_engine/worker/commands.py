@@ -42,7 +42,9 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by one with the same plan, so that metrics stay valid. Without metrics, it is measured."""
+    """Replace the current recipe by another one that plans the same dtype for every tensor, so that its metrics stay valid. If
+    there are no metrics of it yet, the new recipe is measured.
+    """
 
     recipe: Recipe
 
@@ -60,8 +62,8 @@ class Pause(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones. With a name, stop or drop only the commands with this name. The recipe
-    stays the same, and the next command completes the casts of the recipe.
+    """Stop the running command and drop the waiting ones. If `name` is given, stop or drop only the commands with this name. The
+    current recipe stays the same. If its casts were stopped before all tensors were cast, the next command completes them.
     """
 
     name: str | None = None
@@ -81,12 +83,12 @@ class Command(Message, frozen=True):
     needs_model: ClassVar[bool] = True
     """Whether the command can run only on a live model. If False, the files of a checkpoint suffice."""
     finishes: ClassVar[bool] = False
-    """Whether newer commands let this one finish. Only the user can then stop it."""
+    """Whether the command runs to its end even if a newer command would stop other commands. Only the user can stop it."""
 
 
 class SetInputs(Command, frozen=True):
-    """Use the inputs that `line` names, which is a prompt or the paths of files, and measure. Work on the old inputs stops; if the
-    new inputs are refused, it is run again.
+    """Use the inputs that `line` names, which is a prompt or the paths of files, and measure on them. A command that runs on the
+    old inputs is stopped. If the new inputs are refused, that command is run again.
     """
 
     name = "inputs"
@@ -101,9 +103,13 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Whether to count lost values without a live model even if this means reading many bytes of the files."""
+    """Whether to count the weight values that casts make infinite or zero even if the model is not loaded and many bytes of its
+    files must be read for this.
+    """
     in_full: bool = False
-    """Whether to run all inputs and compare modules over all of them. A measurement that is already running is extended."""
+    """Whether to run all inputs and compare the outputs of modules over all of them. If a measurement is already running, it is
+    extended to all inputs.
+    """
 
 
 class ApplyRecipe(Command, frozen=True):
@@ -114,20 +120,22 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class FollowUp(Command, frozen=True):
-    """A command that completes a measurement, such as counting lost values. For the user, both are one measurement."""
+    """A command that the worker runs after a measurement to complete it, for example to find out why the output is not finite. The
+    app shows the measurement and its follow-ups as one job.
+    """
 
     rank = 2
 
 
 class FindNonfinite(FollowUp, frozen=True):
-    """Find why the measured output is not finite, and a rule that makes it finite."""
+    """Find out why the measured output is not finite, and find a rule that makes it finite."""
 
     name = "nonfinite"
     report: dtype_engine.results.drift.DriftReport
 
 
 class FindLossRemedy(FollowUp, frozen=True):
-    """Find rules that keep the values which the current recipe's casts lose."""
+    """Find rules with which the weight values that the current recipe's casts make infinite or zero are kept."""
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None
@@ -135,7 +143,9 @@ class FindLossRemedy(FollowUp, frozen=True):
 
 
 class CountStoredLosses(FollowUp, frozen=True):
-    """Count the values that the casts lose by reading the files. This is used if there is no live model."""
+    """Read the checkpoint's files to count the weight values that the casts of the recipe make infinite or zero. This is used if
+    the model could not be loaded.
+    """
 
     name = "losses"
     needs_model = False
@@ -143,7 +153,9 @@ class CountStoredLosses(FollowUp, frozen=True):
 
 
 class MeasureFloor(FollowUp, frozen=True):
-    """Measure the noise floor, once for each set of inputs, when no other command is waiting."""
+    """Measure the noise floor: the drift of the reference from itself when the same arithmetic runs in another order. This is done
+    once for each set of inputs, when no other command is waiting.
+    """
 
     name = "floor"
     rank = 4
@@ -156,7 +168,7 @@ class TraceCasts(Command, frozen=True):
 
 
 class AttributeDrift(Command, frozen=True):
-    """Cast one module at a time, to find the modules in which the drift arises."""
+    """Find the modules in which the drift arises, by casting one module at a time and measuring the drift of the output."""
 
     name = "causes"
 
@@ -182,7 +194,9 @@ class Generate(Command, frozen=True):
 
 
 class Scan(Command, frozen=True):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan. A newer recipe interrupts the scan."""
+    """Scan the model: estimate for every weight how much the output drifts if only this weight is cast, for each of these dtypes.
+    Resumes the last scan if it had the same dtypes. A newer recipe interrupts the scan.
+    """
 
     name = "scan"
     dtypes: tuple[str, ...]
@@ -191,14 +205,18 @@ class Scan(Command, frozen=True):
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure these recipes without making any of them the current one. This command is interrupted to measure a newer recipe."""
+    """Measure these recipes without making any of them the current one. If the user changes the current recipe meanwhile, this
+    command is interrupted until the new recipe is measured.
+    """
 
     name = "recipes"
     recipes: tuple[Recipe, ...]
 
 
 class InspectWeight(Command, frozen=True):
-    """Read one tensor's values. Report their exponents, and the error of a cast to each target dtype."""
+    """Read one tensor's values, and report how often each exponent occurs and the error of casting the tensor to each dtype in
+    `targets`.
+    """
 
     name = "values"
     once = False

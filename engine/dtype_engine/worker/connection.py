@@ -31,7 +31,7 @@ SESSION = "{session}"
 """The placeholder in a command's arguments for the token that identifies a lingering engine."""
 _KEPT_OF_STDERR = 4096
 ENGINE_ENDED = 70
-"""The exit status with which `dtype-engine stdio` reports that the lingering engine behind it has ended."""
+"""The exit status of `dtype-engine stdio` if the lingering engine to which it relays has ended."""
 
 
 class NoAnswer(UserError):
@@ -48,7 +48,9 @@ class EngineCommand:
     """The command that starts an engine, or reconnects to one, and what is known about that engine."""
 
     arguments: Sequence[str] = COMMAND
-    """The command's arguments. With SESSION in them, the engine outlives its connection, and the same command reconnects to it."""
+    """The words of the command. If one of them contains the placeholder SESSION, the engine outlives its connection, and running
+    the same command again reconnects to it.
+    """
     name: str = THIS_MACHINE
     """The name of the engine in messages to the user."""
     compressed: bool = False

@@ -18,7 +18,8 @@ class Hello(Message, frozen=True):
     missing: tuple[str, ...] = ()
     """Packages that the engine needs but that are not installed."""
     requests: int = 0
-    """How many requests the engine has received since `Open`. After a reconnection, the app sends it the later ones again."""
+    """How many requests the engine has received since `Open`. After a reconnection, the app sends all requests after these again.
+    """
     is_open: bool = False
     """Whether the engine still has a model open from an earlier connection."""
 

@@ -35,12 +35,15 @@ class Engine(ABC):
 
     @abstractmethod
     def plan_export(self) -> None:
-        """Request an `ExportPlanned` event: what an export would write. It waits until the model is open, but not for commands."""
+        """Request an `ExportPlanned` event: what an export would write. The event is emitted once the model is open, even while
+        commands run.
+        """
 
     @abstractmethod
     def check_path(self, path: str, for_export: bool) -> None:
-        """Request a `PathChecked` event: whether something exists at this path on the machine that would write it. It comes at
-        once. for_export: whether the path is the folder of an export; otherwise it is a file.
+        """Request a `PathChecked` event: whether something exists at this path on the machine where a save would write to it. The
+        event is emitted at once, even while commands run. for_export: whether the path is the folder of an export; otherwise it is
+        a file.
         """
 
     @abstractmethod

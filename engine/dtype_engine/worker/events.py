@@ -37,7 +37,9 @@ class Event(Message, frozen=True):
 
 
 class LoadingProgress(Event, frozen=True):
-    """Reports that the model is being opened and about `done` of `total` is done. A total of 0 means that the total is unknown."""
+    """Reports that the model is being opened. `done` of about `total` modules of Python, which take most of the time, are imported.
+    A total of 0 means that the total is unknown.
+    """
 
     step: str
     """The current step in a few words."""
@@ -99,13 +101,17 @@ class CastDone(Event, frozen=True):
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
-    """The tensors whose casts lose values, or None if the losses were not counted."""
+    """The tensors in which casts make values infinite or zero or clip them, with the numbers of such values. None if these were not
+    counted.
+    """
     reason: str = ""
-    """Why the losses were not counted."""
+    """If `lost` is None, why the values that casts make infinite or zero were not counted."""
 
 
 class LossRemedyFound(Event, frozen=True):
-    """Reports rules that keep the values which the recipe loses, and the drift without and with these rules."""
+    """Reports rules with which the weight values that the recipe's casts make infinite or zero are kept, and the drift of the
+    output without and with these rules.
+    """
 
     recipe: Recipe
     found: dtype_engine.results.attribution.LossRemedy
@@ -122,7 +128,7 @@ class MeasuringProgress(Event, frozen=True):
 
 
 class WorkingProgress(Event, frozen=True):
-    """Reports that another long command is running and has done `done` of `total` steps."""
+    """Reports that a long command other than a measurement or a save is running and has done `done` of `total` steps."""
 
     recipe: Recipe
     what: str
@@ -139,7 +145,9 @@ class ModulesMeasured(Event, frozen=True):
 
 
 class OutputMeasured(Event, frozen=True):
-    """Reports the main output's drift over the sequences that a running measurement has completed, and its `settings`."""
+    """Reports the drift of the main output over the sequences that a running measurement has completed. `settings` are those of the
+    measurement.
+    """
 
     recipe: Recipe
     settings: RunSettings
@@ -147,7 +155,9 @@ class OutputMeasured(Event, frozen=True):
 
 
 class Measured(Event, frozen=True):
-    """Reports that a measurement has run all inputs or reached the requested precision. `settings` are those of the measurement."""
+    """Reports the result of a measurement that has run all inputs or reached the requested precision. `settings` are those of the
+    measurement.
+    """
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
@@ -155,7 +165,9 @@ class Measured(Event, frozen=True):
 
 
 class NoiseFloorMeasured(Event, frozen=True):
-    """Reports the noise floor over the current inputs."""
+    """Reports the noise floor over the current inputs: the drift of the reference from itself when the same arithmetic runs in
+    another order.
+    """
 
     floor: dtype_engine.results.attribution.NoiseFloor
 
@@ -219,7 +231,9 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Reports whether a path on the engine's machine is a file or a non-empty folder. reason: why nothing can be written there."""
+    """Reports whether a file or a non-empty folder exists at a path on the engine's machine (`taken`), and why nothing can be
+    written there (`reason`), or "" if something can.
+    """
 
     path: str
     taken: bool
@@ -248,7 +262,7 @@ class Saved(Event, frozen=True):
 
 
 class Composed(Event, frozen=True):
-    """Carries the text of a file that the app writes itself, because the app runs on another machine than the engine."""
+    """Carries the text of a recipe file. The app writes this file itself, because it runs on another machine than the engine."""
 
     recipe: Recipe
     text: str
@@ -256,14 +270,18 @@ class Composed(Event, frozen=True):
 
 
 class ScanUpdated(Event, frozen=True):
-    """Reports a scan's current estimates, which belong to no recipe. finished: whether all of the scan's inputs were run."""
+    """Reports a scan's current estimates of how much drift each cast of one weight causes. They do not depend on the current
+    recipe. finished: whether all of the scan's inputs were run.
+    """
 
     report: dtype_engine.results.scan.ScanReport
     finished: bool
 
 
 class RecipeMeasured(Event, frozen=True):
-    """Reports the drift of one of several recipes, which need not be the current one. `settings` are those of the measurement."""
+    """Reports the drift of one recipe, which need not be the current one: the answer to `MeasureRecipes`. `settings` are those of
+    the measurement.
+    """
 
     report: dtype_engine.results.drift.DriftReport
     settings: RunSettings = RunSettings()
@@ -351,7 +369,9 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether this event ends the opening of a model, successfully or not, so that garbage collection can be resumed."""
+    """Return whether the event means that a model is now open or could not be opened. Garbage collection, which is off while a
+    model is opened, can then be resumed.
+    """
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow
     )

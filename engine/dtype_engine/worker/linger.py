@@ -40,10 +40,11 @@ def engines_folder() -> Path:
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:
-    """Connect standard input and output to a session's engine, and start the engine if it is not running. Returns the exit status.
+    """Connect standard input and output to the engine that `session` identifies, and start this engine if it is not running.
+    Returns the exit status.
 
-    linger_s, compressed: how long a new engine waits for a connection, in seconds, and whether it compresses its events. Raises
-    UserError if other users may enter the sockets' folder.
+    session: the engine's token. linger_s: how many seconds a new engine waits for a connection. compressed: whether a new engine
+    compresses its events. Raises UserError if other users may enter the sockets' folder.
     """
     started_in = os.getcwd()
     folder = engines_folder()
@@ -88,9 +89,11 @@ def _enter(folder: Path) -> None:
 def _reach(
     session: str, started_in: str, linger_s: float, compressed: bool
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
-    """Connect to a session's engine, and start it if it is not running. Returns the connection, and the engine's process if this
-    call started the engine. started_in: its working directory. linger_s: how long it waits for a connection, in seconds.
-    compressed: whether it compresses its events.
+    """Connect to the engine with the token `session`, and start it if it is not running. Returns the connection, and the engine's
+    process if this call started the engine, otherwise None.
+
+    started_in: the working directory of a new engine. linger_s: how many seconds it waits for a connection. compressed: whether it
+    compresses its events.
     """
     name = f"{session}.socket"
     with _folder_locked():
@@ -127,8 +130,9 @@ def _remove(path: str) -> None:
 def _start(
     listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
 ) -> subprocess.Popen[bytes]:
-    """Start an engine that survives a hang-up, with a listening socket and a locked log file. started_in: its working directory.
-    linger_s: how long it waits for a connection, in seconds. compressed: whether it compresses its events.
+    """Start an engine that survives a hang-up, with a listening socket and a locked log file. session: the engine's token.
+    started_in: its working directory. linger_s: how many seconds it waits for a connection. compressed: whether it compresses its
+    events.
     """
     log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     try:
@@ -149,7 +153,7 @@ def _start(
 
 
 def _is_running(session: str) -> bool:
-    """Return whether a session's engine is running: a running engine holds the lock on its log file."""
+    """Return whether the engine with the token `session` is running: a running engine holds the lock on its log file."""
     try:
         log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
     except OSError:
@@ -164,7 +168,9 @@ def _is_running(session: str) -> bool:
 
 
 def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
-    """Return the probable reason why a session's engine has ended: a signal, or the last line of its log."""
+    """Return the probable reason why the engine with the token `session` has ended: a signal, or the last line of its log. child:
+    the engine's process, or None if another relay started the engine.
+    """
     if child is not None and (status := child.wait()) < 0:
         return signal_words(-status)
     try:
@@ -216,8 +222,9 @@ def close(connection: socket.socket) -> None:
 
 
 def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
-    """Be the engine of the apps that connect, one connection after another, until the app closes the engine or it is idle and
-    unconnected for `linger_s` seconds. compressed: whether to compress events.
+    """Run an engine for the apps that connect to the socket `listener`, one connection after another. Returns when the app closes
+    the engine, or when the engine has been idle and without a connection for `linger_s` seconds. compressed: whether to compress
+    events.
     """
     from dtype_engine.worker.frames import FrameReader, FrameWriter
 

@@ -1,5 +1,5 @@
-"""Runs work with many independent parts (scans, searches for the causes of drift, measurements of several recipes), on workers if
-requested, otherwise in this engine.
+"""Runs work that consists of many independent runs of the model (scans, searches for the causes of drift, measurements of several
+recipes): in worker processes if the user requested them, otherwise in this process.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 class ManyRuns:
-    """Runs scans, searches for the causes of drift, and measurements of several recipes, on workers if the user requested them.
-    Other threads than the worker's may call only `close`.
+    """Runs scans, searches for the causes of drift, and measurements of several recipes, in worker processes if the user requested
+    them. Only `close` may be called from other threads than the worker's.
     """
 
     def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:
@@ -113,9 +113,11 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the workers with the model that they open, or None if the work should run in this engine. private: bytes that each
-        process needs in addition to the mapped checkpoint. needed: if False, None is yielded. If the workers can't start or fail,
-        new ones are started next time.
+        """Yield the worker processes, which open the session's model, or None if the work should run in this process. If they can't
+        be started or fail, they are closed, and the next call starts new ones.
+
+        private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is anything to run;
+        if False, None is yielded.
         """
         workers = self._model.options.workers
         if workers is None or not needed:
@@ -141,8 +143,8 @@ class ManyRuns:
         return on_progress
 
     def _reporter(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
-        """Return a progress callback `(done, total)` that emits events such as `scan: 4 workers, 37 of 128`. what: the first
-        word.
+        """Return a progress callback `(done, total)` that emits events such as `scan: 4 workers, 37 of 128`. what: the word before
+        the colon. over: the workers, or None if the work runs in this process.
         """
         by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
 

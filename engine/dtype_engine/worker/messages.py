@@ -38,7 +38,7 @@ from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
 
 _A_PART = 400
-"""A tree is sent in messages with at most this many tensors and this many modules each."""
+"""Maximum number of tensors, and of modules, in one `TreePart` message."""
 _LARGEST = 1 << 60
 """The largest integer that an event may contain. The largest integers in practice are numbers of bytes."""
 
@@ -61,7 +61,7 @@ _Tensor = tuple[
 
 
 class TreePart(Message, frozen=True):
-    """Some tensors and modules of a tree, which is sent in several such messages."""
+    """A message with some of a tree's tensors and modules. A tree is sent in several such messages."""
 
     with_classes: bool
     """Whether the tree knows the modules' classes."""
@@ -190,9 +190,9 @@ def _is_safe(value: object) -> bool:
 
 
 def safe(value: Any, exact: bool = False) -> Any:
-    """Return `value` without characters that a terminal would interpret, except in fields of events and results whose type is
-    `Name`: they have to equal the names and patterns in the app, and are escaped where they are drawn. exact: whether `value` is in
-    such a field.
+    """Return a message or a value in it without characters that a terminal would interpret. Fields of the type `Name` stay
+    unchanged, because they must equal the names and patterns in the app; they are escaped where they are drawn. exact: whether
+    `value` is in such a field.
     """
     if isinstance(value, str):
         return value if exact else without_controls(value)
@@ -214,7 +214,9 @@ def _safe_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache
 def _fields(kind: Any) -> dict[str, bool]:
-    """Return the fields of a class of events or results, and whether each is a `Name`, or contains any."""
+    """Return, for each field of a class of events or results, whether the field's type is `Name` or contains `Name`, as in
+    `tuple[Name, ...]`.
+    """
     hints = typing.get_type_hints(kind, include_extras=True)
     if issubclass(kind, msgspec.Struct):
         names = kind.__struct_fields__

@@ -24,16 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class OpenModel:
-    """A model, opened as far as possible: with a session, with only the checkpoint's headers, or with neither."""
+    """A model, opened as far as possible: loaded into memory (`session`), with only the checkpoint's headers read (`checkpoint`),
+    or neither.
+    """
 
     source: Source
     options: Options
     checkpoint: Checkpoint | None = None
     session: Session | None = None
     known_tree: Tree | None = None
-    """The tree with module classes, if the architecture is known but there is no session."""
+    """The model's tree with module classes, if the architecture is known but the model could not be loaded; otherwise None."""
     why_closed: str = ""
-    """Why there is no session, if there is none."""
+    """Why the model could not be loaded, or "" if it was loaded."""
 
     @property
     def available(self) -> Available:
@@ -74,10 +76,11 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
 
 
 def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
-    """Raise UserError for a rule that matches nothing in a checkpoint, before any weight is loaded.
+    """Raise UserError if a rule of the recipe matches nothing in a checkpoint, before any weight is loaded.
 
-    If the tensor names in the headers do not show this, or if a rule names module classes, the architecture is built, which imports
-    torch. It also has the names of tied weights and packed experts.
+    If this can't be decided from the tensor names in the headers, or if a rule names module classes, the model's architecture is
+    built, which imports torch. A rule may also match the architecture's names of tied weights and packed experts, which the headers
+    lack.
     """
     checkpoint = source.open() if recipe.rules else None
     if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):

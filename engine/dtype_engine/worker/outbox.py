@@ -9,7 +9,8 @@ from dtype_engine.worker import events
 
 
 class Outbox:
-    """A thread-safe queue of events. A newer event replaces older ones of its kind that have not been taken yet.
+    """A thread-safe queue of events. A newer event replaces a waiting one of the same type if both report a current state
+    (`REPLACEABLE`), such as progress.
 
     keep: whether to keep taken events until they are acknowledged, and return them again after the next `open`. Events are counted
     in the order in which they are taken.

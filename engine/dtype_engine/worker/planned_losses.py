@@ -1,4 +1,6 @@
-"""Counts the values that casts lose in a checkpoint's files, if there is no live model and only a few bytes must be read."""
+"""Counts the weight values in a checkpoint's files that casts make infinite or zero. This is used if the model could not be loaded.
+Many bytes are read only at the user's request.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.numerics.overflow_underflow import Counted
 
 MAX_AUTOMATIC_BYTES = 8 << 30
-"""Maximum number of bytes of values to read automatically. More bytes are read only at the user's request."""
+"""Maximum number of bytes of weight values to read without a request of the user."""
 
 
 class PlannedLosses:
-    """Counts the values that the casts of recipes lose, only once for each tensor and dtype."""
+    """Counts the weight values that the casts of recipes make infinite or zero. Each tensor is read only once for each dtype to
+    which it is cast, because the counts are stored.
+    """
 
     def __init__(self) -> None:
         self.counted: Counted = {}
@@ -36,9 +40,11 @@ class PlannedLosses:
         cancelled: IsCancelled,
         read_all: bool = False,
     ) -> None:
-        """Emit a `CastDone` event with the values that the recipe loses, and a `LossRemedyFound` event with rules that keep them.
-        If this requires reading more than `MAX_AUTOMATIC_BYTES` and `read_all` is False, nothing is read, and the event says how
-        many bytes it would be. Raises Cancelled.
+        """Emit a `CastDone` event with the numbers of weight values that the recipe's casts make infinite or zero and, if there are
+        any, a `LossRemedyFound` event with rules that keep these values.
+
+        If more than `MAX_AUTOMATIC_BYTES` would have to be read for this and `read_all` is False, nothing is read, and the
+        `CastDone` event says how many bytes it would be. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
@@ -77,7 +83,9 @@ class PlannedLosses:
             emit(events.LossRemedyFound(recipe, found))
 
     def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
-        """Return how many bytes must be read to count the losses under a plan, without tensors that were counted before."""
+        """Return how many bytes of weights must still be read to count the values that the casts of a plan make infinite or zero.
+        Casts that were counted before need no reading.
+        """
         found = 0
         for name, dtype in plan.dtypes.items():
             names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()

@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before each attempt to reconnect. The last wait is repeated. It is long because an attempt may be a login that
-the server refuses.
+"""Seconds to wait before the first, second and further attempts to reconnect. The last wait is repeated. It is long because each
+attempt may be a login that the server refuses.
 """
 
 
 @dataclass
 class _InForce:
-    """The recipe, settings and inputs that are current now. An engine that is started again gets them."""
+    """The recipe, settings and inputs that the app requested last. An engine that is started again gets them."""
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings | None = None
@@ -71,7 +71,9 @@ class _InForce:
 
 
 def clear_up(request: SaveRequest) -> None:
-    """Remove what an ended engine on this machine has left of an unfinished export."""
+    """Remove the unfinished files of an export that an engine on this machine was writing when it ended. request: the request to
+    export.
+    """
     from dtype_engine.core.export_lock import recover_stale
     from dtype_engine.worker.save_requests import ExportRequest
 
@@ -119,7 +121,7 @@ class EngineProcess(Engine):
         self._given_up = threading.Event()
         """Set to stop the attempts to reconnect."""
         self._received = 0
-        """How many events have arrived from the current engine."""
+        """How many events this object has received from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
         """The save requests that the engine has not completed yet. The first one may be running."""
@@ -236,8 +238,8 @@ class EngineProcess(Engine):
                 self._requests = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
-        """Start an engine and emit its events until it ends. If the connection to a lingering engine is cut, connect to it again.
-        Returns why the engine ended.
+        """Start one engine process and pass the engine's events to the app, until the engine ends. If the connection to a lingering
+        engine is cut, connect to this engine again. Returns why the engine ended.
         """
         from dtype_engine.worker import messages
 
@@ -312,8 +314,8 @@ class EngineProcess(Engine):
             self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
-        """Write the text from a remote engine to a file on this machine, and return the event that reports it. Raises WireError if
-        the app did not request a file.
+        """Write the text in `composed`, which a remote engine sent, to the file on this machine that the app requested. Returns the
+        event that reports the result to the app. Raises WireError if the app did not request such a file.
         """
         from dtype_engine.core.atomic_write import write_text_atomic
         from dtype_engine.worker.frames import WireError
@@ -340,8 +342,8 @@ class EngineProcess(Engine):
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
-        """Return a new connection to a running engine, however long it takes to reconnect. cut: the lost connection. Raises
-        UserError if it has ended.
+        """Reconnect to a running engine, however long it takes, and return the new connection. cut: the lost connection. Raises
+        UserError if the engine has ended.
         """
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""

@@ -37,7 +37,9 @@ Available = Literal["opening", "model", "files", "nothing"]
 
 @dataclass(frozen=True)
 class Queue:
-    """The running and waiting commands, and the state that decides what runs next. `reported` clears the last three fields."""
+    """The running command, the waiting commands, and the state that decides what runs next. `stopped`, `dropped` and `refused` are
+    kept only until they are emitted to the app; then `reported` clears them.
+    """
 
     recipe: Recipe = field(default_factory=Recipe)
     settings: RunSettings = field(default_factory=RunSettings)
@@ -62,8 +64,8 @@ class Queue:
 
 
 def merge(queue: Queue, request: Request) -> Queue:
-    """Return the queue after a request of the app: a command is added to the queue, while `SetRecipe`, `Pause` or `Cancel` change
-    it.
+    """Return the queue after a request of the app. A `Command` is added to the waiting commands. `SetRecipe`, `FollowRecipe` and
+    `SetSettings` add a measurement if one is needed. `Pause` and `Cancel` add nothing.
     """
     match request:
         case SetRecipe():
@@ -87,7 +89,9 @@ def merge(queue: Queue, request: Request) -> Queue:
 
 
 def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
-    """Return the queue after the model was opened or opening failed. Commands that lack resources are refused with `reason`."""
+    """Return the queue after the model was opened or could not be opened. Waiting commands that need a model or files which are not
+    available are refused with `reason`.
+    """
     result = replace(queue, available=available, unavailable_reason=reason, waiting=())
     for command in queue.waiting:
         result = _add(result, command)
@@ -105,7 +109,9 @@ def take(queue: Queue) -> Queue:
 def finish(
     queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
 ) -> Queue:
-    """Return the queue after the running command has ended with this outcome. follow_ups: commands that the ended one requires."""
+    """Return the queue after the running command has ended with this outcome. follow_ups: commands that must run next to complete
+    the ended one.
+    """
     running, by_user = queue.running, queue.stopping == "user"
     assert running is not None
     result = replace(queue, running=None, stopping="")
@@ -122,15 +128,18 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after its state was emitted: without refusals and, if no command is running, stopped or dropped commands."""
+    """Return the queue after its refused, stopped and dropped commands were emitted to the app: without the refused commands and,
+    if no command is running, also without the stopped and dropped ones.
+    """
     if queue.running is not None:
         return replace(queue, refused=())
     return replace(queue, stopped=None, dropped=(), refused=())
 
 
 def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """Return the names of the queue's commands. A name is also the argument that cancels the command. If there is no model that can
-    be measured, a measurement has the name of the job that it then only does: counting the values that casts lose.
+    """Return the names by which the app shows and cancels these commands of the queue. If only the model's files are available, a
+    measurement has the name of `CountStoredLosses`, because counting the values that casts make infinite or zero is all that it
+    then does.
     """
     counts_only = queue.available == "files"
     return tuple(

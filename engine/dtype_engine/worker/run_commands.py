@@ -47,12 +47,15 @@ if TYPE_CHECKING:
 
 Emit = Callable[[events.Event], None]
 _MOST_FINDINGS = 2_000
-"""Maximum number of findings of a check that the app gets. It shows only the first ones of each kind."""
+"""Maximum number of findings of a check of the model's files that are sent to the app. The app shows only the first ones of each
+kind.
+"""
 
 
 class CommandRunner:
     """Runs commands on the worker's thread. emit_memory: called when the casts of a measurement have changed the memory in use.
-    in_full: whether the running measurement must run all inputs and compare modules over all of them, whatever the options say.
+    in_full: returns whether the running measurement must run all inputs and compare modules over all of them, whatever the options
+    say.
     """
 
     def __init__(
@@ -76,7 +79,9 @@ class CommandRunner:
         self._many.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command for `recipe`. Returns commands to run next as part of it. Raises Cancelled, and the session's errors."""
+        """Run one command for `recipe`. Returns the commands that the queue must run next to complete it. Raises Cancelled, and the
+        session's errors.
+        """
         session = self._model.session
         if session is not None:
             session.settings = settings

@@ -67,4 +67,4 @@ class ExportPlan(Message, frozen=True):
     """A sentence that names the dtypes in which `from_pretrained` would load the export."""
     notices: tuple[str, ...] = ()
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()
-    """The weights whose casts lose values, or None if the losses are not known yet."""
+    """The weights in which casts make values infinite or zero or clip them, or None if such values were not counted yet."""

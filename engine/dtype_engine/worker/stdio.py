@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 class EngineServer:
-    """Runs a worker for the app at the other end of a connection: receives the app's requests and sends the worker's events. One
-    connection at a time. keep: the app may reconnect, so events are kept until it acknowledges them.
+    """Runs a worker for the app at the other end of a connection: receives the app's requests and sends the worker's events. Serves
+    one connection at a time. keep: whether the app may reconnect, so that events must be kept until the app acknowledges them.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -166,8 +166,9 @@ class EngineServer:
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
-    """Return functions that read and write standard input and output. From now on, these streams carry only messages. A model's
-    code then reads an empty standard input, and its output goes to standard error.
+    """Reserve standard input and output for messages, and return a function that reads bytes from standard input and one that
+    writes bytes to standard output. From now on, a model's code reads an empty standard input, and its output goes to standard
+    error.
     """
     incoming, outgoing = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -185,8 +186,8 @@ def write_all(file: int, data: bytes) -> None:
 
 
 def main(compressed: bool = False) -> None:
-    """Be the engine of one app, on standard input and output, and exit when its connection ends. compressed: whether to compress
-    events.
+    """Run an engine for one app, which sends requests on standard input and reads events from standard output. The process exits
+    when this connection ends. compressed: whether to compress events.
     """
     os.nice(NICENESS)  # the app's screen has priority
     gc.disable()  # until the model is open, because what is imported and loaded is long-lived

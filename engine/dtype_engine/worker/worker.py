@@ -67,7 +67,7 @@ class Worker(Engine):
         """Guards the queue and the token."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
-        """Stops the running command when it is cancelled. Each command gets a new token."""
+        """Cancelling this token stops the running command. Each command gets a new token."""
         self._closing = threading.Event()
         self._model: OpenModel | None = None
         """The opened model. It is set once, before `_opened` is set."""

@@ -54,8 +54,8 @@ class SaveContext:
         return self.model.source.title
 
     def plan(self, tree: Tree) -> Plan:
-        """Return the plan of the recipe for this tree. Raises TooSlow if a pattern takes too long to match, as the plan would be
-        incomplete.
+        """Return the dtype of every tensor of `tree` under the recipe. Raises TooSlow if a pattern takes too long to match, as the
+        plan would be incomplete.
         """
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
@@ -63,7 +63,9 @@ class SaveContext:
 
 
 def plan_export(context: SaveContext) -> ExportPlan:
-    """Return the plan of an export. Raises UserError if the recipe can't be exported."""
+    """Return what an export of the recipe would write: its bytes, files and dtypes, and notices for the user. Raises UserError if
+    the recipe can't be exported.
+    """
     from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
@@ -79,7 +81,9 @@ def plan_export(context: SaveContext) -> ExportPlan:
 
 
 def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    """Write the file or folder that `request` names. Returns a sentence about it, and notices. Raises UserError, Cancelled."""
+    """Write the file or folder that `request` names. Returns a sentence that says what was written, and notices for the user.
+    Raises UserError, Cancelled.
+    """
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
@@ -90,7 +94,7 @@ def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str
 def compose(
     request: ConvertRequest | RecipeRequest | ReportRequest, context: SaveContext
 ) -> tuple[str, tuple[str, ...]]:
-    """Return the text of the file that `request` names, and notices. Raises UserError, Cancelled."""
+    """Return the text of the file that `request` names, and notices for the user. Raises UserError, Cancelled."""
     if isinstance(request, ConvertRequest):
         return _converted(request, context)
     if isinstance(request, RecipeRequest):
@@ -99,7 +103,9 @@ def compose(
 
 
 def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """Return the weights whose casts lose values, or None if the losses were not counted before."""
+    """Return the weights in which casts make values infinite or zero. Nothing is read for this: returns None if such values were
+    not counted before.
+    """
     session = context.model.session
     if session is not None:
         return session.model.known_losses(context.plan(session.tree).dtypes)
@@ -107,8 +113,8 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights whose casts lose values. Without a live model, the files are read to count losses that are not known yet.
-    Returns None if this would require reading more than `max_bytes`.
+    """Return the weights in which casts make values infinite or zero. If the model is not loaded, the checkpoint's files are read
+    for casts that were not counted before. Returns None if more than `max_bytes` would have to be read.
     """
     model = context.model
     if model.session is not None:
@@ -137,7 +143,9 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return the contents of an export, including activation scales. If these scales require a pass, the session is cast for it."""
+    """Return what an export writes, including scales for activations. If computing these scales requires a forward pass, the
+    session's model is first cast to the recipe and run on the inputs.
+    """
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
     contents, session = _contents(context), context.model.session
@@ -225,8 +233,8 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Return a callback `(done, total)` that is called with numbers of bytes, and calls
-    `on_progress("exporting: 310.00 MiB/s", done, total)`.
+    """Return a callback that is called with the number of bytes written so far and in total. It calls `on_progress` with the same
+    numbers and a text with the rate of writing, such as `exporting: 310.00 MiB/s`.
     """
     started, throttle = time.perf_counter(), Throttle()
 

@@ -94,19 +94,21 @@ class GuardedServer(Server):
             await runner.cleanup()
 
     def _close(self, handler: RequestHandler) -> None:
-        """Close a stranger's connection at once, also if data is left to send."""
+        """Close at once a connection that has not sent the token, even if data is left to send."""
         self._admit(handler)
         if handler.transport is not None:
             handler.transport.abort()
 
     def _admit(self, handler: RequestHandler) -> None:
-        """Count a connection no longer as a stranger's."""
+        """Record that a connection has sent the token, so that it is not closed as a stranger's."""
         timer = self._strangers.pop(handler, None)
         if timer is not None:
             timer.cancel()
 
     async def handle_download(self, request: web.Request) -> web.StreamResponse:
-        """Deliver a file of the app. Its key is as good as the token, and the download may take its time."""
+        """Send to the browser a file that the app offers for download. The URL contains the file's own secret key instead of the
+        token. The connection is not closed while the download lasts.
+        """
         with suppress(KeyError):
             await self.download_manager.get_download_metadata(request.match_info["key"])
             self._admit(request.protocol)
@@ -163,9 +165,9 @@ class GuardedServer(Server):
 
     @aiohttp_jinja2.template("app_index.html")
     async def handle_index(self, request: web.Request) -> dict[str, Any]:
-        """Return the page.
+        """Return the values for the template of the page that shows the app.
 
-        Its URLs use the host that the request names, because the far end of a tunnel has its own host name and port.
+        The URLs in the page use the host that the request names, because the far end of a tunnel has its own host name and port.
         """
         base = f"//{request.host}/{self.token}"
         return {
@@ -177,7 +179,9 @@ class GuardedServer(Server):
 
 
 def _most_strangers() -> int:
-    """Return 64, or a quarter of the file descriptors that this process may have if that is less."""
+    """Return how many connections that have not sent the token may be open: 64, or a quarter of the file descriptors that this
+    process may open if that is less.
+    """
     try:
         import resource
     except ImportError:  # Windows

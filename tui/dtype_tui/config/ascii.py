@@ -1,7 +1,7 @@
 """Redraws every line in ASCII, with the same width, for terminals and fonts that lack Unicode characters.
 
-This happens after all drawing, so no widget needs to know about ASCII. Some characters are replaced by two, because one would be
-misleading (`a → b` would become `a > b`); a blank in the line is then removed. A character without a replacement becomes `?`.
+This happens after all drawing, so no widget needs to know about ASCII. Some characters are replaced by two, such as `→` by `->`,
+because `>` alone would be misleading; a blank elsewhere in the line is then removed. A character without a replacement becomes `?`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def wants_ascii(setting: str) -> bool:
 
 @lru_cache(4096)
 def _in_ascii(character: str) -> str:
-    """Return the ASCII replacement for a character, which has the same width."""
+    """Return ASCII characters of the same width that replace a character, or the character itself if it is ASCII."""
     if character.isascii():
         return character
     if character in _SAME_WIDTH:
@@ -66,7 +66,9 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """Return the ASCII text for each character of a line. If a text has two characters, a blank's text becomes "" instead."""
+    """Return the ASCII text to draw for each character of a line. The texts together are as wide as the line. Where a character's
+    text has two characters, such as `->`, the text of a blank elsewhere in the line is "" instead.
+    """
     drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
         wider = _WIDER.get(character)

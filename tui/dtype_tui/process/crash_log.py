@@ -11,7 +11,7 @@ from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
-    """Write the traceback to a file in the state folder, which only the user can read.
+    """Write the traceback of an error to a new file in the state folder. Only the user can read this file.
 
     Returns words that name the file, to end a sentence, or "" if the file can't be written. Never raises.
     """

@@ -19,22 +19,24 @@ _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 
 
 class KeyParser(XTermParser):
-    """Parses Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
+    """Parses an Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
 
-    If Escape and a character arrive together, Textual's parser waits 0.1 s for more bytes. If an arrow key or a reply of the
-    terminal arrives within that time, Textual's parser turns Escape and the character into text (`^q`). It turns Escape and a digit
-    into a character of another keyboard, such as `¡`.
+    Textual's own parser then waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives within that time, that
+    parser turns Escape and the character into text (`^q`). It turns Escape and a digit into a character of another keyboard, such
+    as `¡`.
 
-    Everything from the beginning to the end of a paste is its text. Textual's parser would turn escape sequences in it, and the
-    characters after an unknown one, into keys.
+    All characters between the beginning and the end of a paste become the text of the paste. Textual's parser would turn escape
+    sequences in the text, and the characters after an unknown escape sequence, into keys.
     """
 
     def __init__(self, debug: bool = False) -> None:
         super().__init__(debug)
         self._pasted: str | None = None
-        """The text so far of a paste whose end has not arrived."""
+        """While a paste is arriving, the part of its text that has arrived; otherwise None."""
         self._begun = ""
-        """The end of what has arrived, if it may be the beginning of `_PASTE`. Textual's parser has only got its Escape."""
+        """The last characters that have arrived, if they may be the beginning of `_PASTE`; otherwise "". Only the first of them,
+        Escape, was passed on to Textual's parser.
+        """
 
     def feed(self, data: str) -> Iterable[Message]:
         if not data:  # this ends the parser

@@ -22,10 +22,10 @@ _OF_BLOCKS = {
     ("float", 8): "yellow", ("float", 6): "bright_yellow", ("float", 4): "bright_magenta",
     ("int", 8): "red", ("int", 4): "bright_red",
 }  # fmt: skip
-"""Colours of block formats, by the kind and bits of their elements."""
+"""The colour of each block format, by the number type (float or int) and the number of bits of the format's elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
-"""The SQNR in dB from which on the bar that shows a drift is empty."""
+"""The SQNR in dB at which the bar for a module's drift is empty. It is also empty for any higher SQNR."""
 
 
 def colour(dtype: str) -> str:
@@ -60,8 +60,9 @@ def wrap_dotted(name: str, width: int) -> str:
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """Return (text, dtype) pieces with a node's dtypes and their shares: `bf16 83 % · f32 17 %`. `+1` counts omitted dtypes. width:
-    that of the cell.
+    """Return a text with a node's dtypes and their shares of its bytes, such as `bf16 83 % · f32 17 %`, as (text, dtype) pairs. The
+    dtype determines the colour of its text. If dtypes are omitted because the cell is too narrow, `+1` at the end counts them.
+    width: the cell's width.
     """
     shares = totals.mix()
     if not shares:

@@ -1,4 +1,6 @@
-"""Replaces the engine's placeholders for hints with the app's keys. The command line replaces them with its options."""
+"""Completes the engine's messages with hints on what the user can do. A message contains a placeholder such as `{hint:no-sound}`.
+The app replaces it by a text that names a key; the command line replaces it by a text that names an option.
+"""
 
 from __future__ import annotations
 
@@ -17,5 +19,5 @@ IN_THE_APP: Mapping[HintName, str] = {
 
 
 def with_keys(sentence: str) -> str:
-    """Return a sentence of the engine with its placeholders for hints replaced by the app's keys."""
+    """Return a message of the engine with each placeholder such as `{hint:no-sound}` replaced by a text that names a key."""
     return fill_hints(sentence, IN_THE_APP)

@@ -25,7 +25,9 @@ WORDS: dict[str, tuple[str, str, str]] = {
 
 
 def queue_words(running: str, waiting: Iterable[str]) -> str:
-    """Return the waiting jobs in order: `scan, writing`. Omits a waiting measurement while another measurement is running."""
+    """Return the names of the waiting jobs in order, such as `scan, writing`. Omits a waiting measurement while another measurement
+    is running.
+    """
     return ", ".join(WORDS[name][1] for name in waiting if not (name == running == "measure"))
 
 

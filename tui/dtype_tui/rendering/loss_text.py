@@ -17,8 +17,9 @@ _MOST_SENTENCES = 3
 
 
 def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
-    """Return a mapping from the name of each tensor that loses values, and of each module above it, to a mark such as
-    `⚠ 64 inf 12 zero`.
+    """Return marks such as `⚠ 64 inf 12 zero`, keyed by node name. Each tensor in which casts make values infinite or zero or clip
+    them has a mark that counts these values, and so has each module above such a tensor. Tensors whose values only became zero by
+    rounding have no mark.
     """
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
@@ -30,7 +31,9 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
 
 
 def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
-    """Return the mark for these counts of lost values, such as `⚠ 64 inf 12 zero`, or "" if all counts are 0."""
+    """Return a mark such as `⚠ 64 inf 12 zero` for the numbers of values that casts made infinite, made zero and clipped, or "" if
+    all three are 0.
+    """
     parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
     words = " ".join(f"{count:,} {what}" for count, what in parts if count)
     return f"⚠ {words}" if words else ""
@@ -39,10 +42,11 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
 def loss_rows(
     lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
 ) -> list[tuple[str, str]]:
-    """Return rows (label, words) of the Drift pane: the tensors that lose values, and the rules that keep these values.
+    """Return rows (label, words) of the Drift pane: the tensors in which casts make values infinite or zero or clip them, and the
+    rules that prevent this.
 
-    lost: the lost values, or None if they are unknown because of `reason`. remedy: the rules. remedy_next: whether the next press
-    of the key for remedies applies `remedy`.
+    lost: how many such values each tensor has, or None if this is unknown because of `reason`. remedy: the rules. remedy_next:
+    whether the next press of the key for remedies applies `remedy`.
     """
     if lost is None:
         return [("values", printable(reason, 300))] if reason else []
@@ -59,6 +63,8 @@ def _sentences(losses: Sequence[ValueLoss]) -> list[str]:
 
 
 def loss_status(losses: Sequence[ValueLoss]) -> str:
-    """Return the words of the status line, such as `⚠ 64 values became infinite, in 1 tensor`, or "" if no values are lost."""
+    """Return a warning for the status line, such as `⚠ 64 values became infinite, in 1 tensor`, or "" if casts make no value
+    infinite or zero and clip none.
+    """
     words = headline(losses)
     return f"⚠ {words}" if words else ""

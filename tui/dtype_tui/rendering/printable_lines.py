@@ -11,7 +11,9 @@ from dtype_engine.core.text import is_printable
 
 
 class PrintableLines(LineFilter):
-    """Replaces each character that is not printable by question marks of the same width; most of them have no width."""
+    """Replaces each character that is not printable by as many question marks as it is wide. Most of these characters have no width
+    and are therefore removed.
+    """
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         if all(is_printable(segment.text) for segment in segments):

@@ -1,4 +1,6 @@
-"""Lines for the modules that drift most. A module takes one line if its shortened name is unique; otherwise it may take several."""
+"""Writes the list of the modules that drift most: for each module, a line with its SQNR and the end of its name. If other modules'
+names end alike, the full name follows on further lines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _NUMBER_WIDTH = 10
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
     """Return a module's name shortened to `width` cells by cutting off its beginning, as in `…10.mlp.down_proj`.
 
-    Returns None if another name in `others` also ends like the shortened name.
+    Returns None if the shortened name is ambiguous because another name in `others` has the same end.
     """
     if len(name) <= width:
         return name
@@ -35,9 +37,9 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
 def worst_lines(
     worst: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
 ) -> list[Text] | None:
-    """Return one line per module with its SQNR and its shortened name, or None if a shortened name could also mean another module.
+    """Return one line per module with its SQNR and its shortened name, or None if one of the shortened names is ambiguous.
 
-    others: the names of all modules. unit: whether to write the unit of the SQNR.
+    worst: the modules to list. others: the names of all modules. unit: whether to write the unit of the SQNR.
     """
     numbers = _numbers(worst, unit)
     widest = _NUMBER_WIDTH if unit else max(map(len, numbers), default=0)
@@ -52,8 +54,8 @@ def worst_lines(
 
 
 def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
-    """Return the lines of each module: its SQNR without unit, and its shortened name or, if a second module's name would be
-    shortened to the same text, its full name. others: the names of all modules.
+    """Return a text per module: a line with its SQNR without unit and its shortened name or, if the shortened name is ambiguous, a
+    line with the SQNR and below it the full name, wrapped. worst: the modules to list. others: the names of all modules.
     """
     numbers = _numbers(worst, unit=False)
     widest = max(map(len, numbers), default=0)

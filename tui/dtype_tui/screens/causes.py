@@ -32,8 +32,8 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots the SQNR of every module in the order of the forward pass: once as measured under the whole recipe, and once as it is
-    if only this module is cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
+    """Plots the SQNR of every module's output in the order of the forward pass, in two series: as measured under the whole recipe,
+    and if only this module is cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
     """
 
     DEFAULT_CSS = """
@@ -141,7 +141,9 @@ class CausesScreen(ModalScreen[None]):
 
 
 def _drawn(sqnr_db: float | None) -> float:
-    """Return an SQNR for plotting, with NaN for an unknown one. The plot omits NaN and infinity, the SQNR of exact modules."""
+    """Return the SQNR as the plot's y, or NaN if it is unknown. The plot omits points with NaN, and points with infinity, which is
+    the SQNR of modules without any drift.
+    """
     return math.nan if sqnr_db is None else sqnr_db
 
 

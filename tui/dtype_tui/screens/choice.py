@@ -51,7 +51,7 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget with the lines. The query names its container, because a window may have another Static for messages."""
+        """The widget that shows the lines. It is found by its container, because a subclass may add a Static for messages."""
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text:
@@ -63,7 +63,9 @@ class ChoiceScreen(ModalScreen[Result]):
         self.lines.update(self.draw())
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return (text, style) to draw at the beginning of the line with this index, which mark the chosen line."""
+        """Return what to draw at the beginning of the line with this index, as (text, style): a mark if it is the chosen line,
+        otherwise blanks.
+        """
         return "› " if index == self.index else "  ", "bold"
 
     def action_move(self, step: int) -> None:

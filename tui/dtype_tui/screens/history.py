@@ -29,7 +29,7 @@ _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
 _RULES = "rules"
 _RULES_WIDTH = 22
-"""Minimum width in cells of the column of rules. Other columns are left out if it would be narrower."""
+"""Minimum width in cells of the column of rules. Other columns are left out if the column of rules would be narrower."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
 """Columns that may be omitted in a narrow window, in the order in which they are omitted."""
 _PADDING = 2
@@ -96,7 +96,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Fill the table again: pinned measurements first, then the newest first. The cursor goes to the measurement `at`."""
+        """Fill the table again, with pinned measurements first and then the newest ones first. at: the index in the history of the
+        measurement to which the cursor goes.
+        """
         entries = self._entries
         self._seen = entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
@@ -144,7 +146,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return a word that rates the drift of a measurement. The noise floor is considered only if it is for the same inputs."""
+        """Return a word that rates the drift of a measurement. The noise floor is considered only if it was measured on the same
+        inputs.
+        """
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
@@ -247,7 +251,9 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 
 
 def _time_or_extent(entry: MeasuredRecipe) -> str:
-    """Return the time of the candidate's passes or, if not all sequences were run, how many were, such as `2 of 6`."""
+    """Return the time of the candidate's passes as text. If not all sequences were run, return the number of those that were, such
+    as `2 of 6`.
+    """
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)

@@ -66,10 +66,11 @@ def _close_once(
 
 
 def _draw_over(window: Screen[Any]) -> RenderableType | None:
-    """Return the screen below a window, tinted by the window's background, or None if the window is not open.
+    """Return what to draw for a window: the screen below it, tinted by the window's background. Returns None if the window is not
+    open.
 
-    Textual takes it from a list that drawings of other windows also take screens from. If windows open and close in between, two
-    windows get to lie over each other, and drawing them does not end.
+    Textual would find the screen below in a list that drawings of other windows change. If windows open and close meanwhile, two
+    windows can each be drawn over the other, and drawing them never ends.
     """
     stack = window.app.screen_stack
     place = stack.index(window) if window in stack else 0

@@ -40,7 +40,9 @@ _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B
 
 
 class OptimiseScreen(ModalScreen[None]):
-    """Shows the Pareto front. Left and right move along it. Enter applies and measures the recipe of the point at the cursor."""
+    """Shows the Pareto front. The keys left and right move the cursor along the front. Enter applies and measures the recipe of the
+    point under the cursor.
+    """
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
@@ -106,10 +108,9 @@ class OptimiseScreen(ModalScreen[None]):
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the Pareto front within these limits.
+        """Compute the Pareto front within these limits. Returns False if no plan meets them.
 
-        The cursor moves to the largest plan that has at most the bytes of the plan at the cursor before. Returns False if no plan
-        meets the limits.
+        The cursor moves to the largest plan with at most as many bytes as the plan that was under the cursor before.
         """
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
@@ -234,7 +235,9 @@ class OptimiseScreen(ModalScreen[None]):
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """Return (planned bytes, drift) of each recipe that was measured on the current inputs and settings, in the scan's unit."""
+        """Return (planned bytes, drift in the unit of the scan) of each recipe that was measured on the current inputs and
+        settings.
+        """
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
         now = experiment.model.inputs, experiment.settings

@@ -33,7 +33,9 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
         super().__init__(len(PRESETS))
         self._tree = tree
         self.effects: list[PresetEffect] = []
-        """The effects on the model that have been computed, in the order of the presets."""
+        """The effect of each preset on the model, in the order of the presets. The list ends at the last effect that has been
+        computed.
+        """
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)

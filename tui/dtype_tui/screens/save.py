@@ -77,8 +77,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         source: Path | None = None,
     ) -> None:
         """title: the name of the model. rules: number of rules in the recipe. drift: the current measurement. lost: returns the
-        weights whose casts lose values, or None while they are unknown. host: the machine on which the engine writes, or "" for
-        this one. check_path: asks the engine whether a path exists there. source: the model's path on this machine.
+        weights in which casts make values infinite or zero, or None while these weights are unknown. host: the machine on which the
+        engine writes, or "" for this one. check_path: asks the engine whether a path exists there. source: the model's path on this
+        machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"

@@ -248,10 +248,10 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Return distinct headings for kinds of modules, each at most `width` cells wide.
+    """Return a different heading for each kind of module, such as `self_attn.q_proj`. No heading is wider than `width` cells.
 
-    A heading is the last part of a kind, such as `q` for `self_attn.q_proj`. If two kinds have the same last part, their headings
-    are the ends of their full names.
+    A heading is the last part of the kind's name, such as `q`. For kinds with the same last part, the headings are the ends of
+    their full names.
     """
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
@@ -267,8 +267,8 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """Return the place of a score, from 0 to 1, on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of
-    it or less.
+    """Return a score as a number from 0 to 1 on a logarithmic scale: 1 for the highest score, `most`, and 0 for a hundredth of it
+    or less.
     """
     if math.isinf(score):
         return 1.0
@@ -283,6 +283,8 @@ def _shade(score: float, most: float) -> str:
 
 
 def _heat_style(share: float) -> Style:
-    """Return the colour, from the terminal's palette, for a value between 0 and 1 from `_share`."""
+    """Return the colour, from the terminal's palette, in which a score is drawn. share: the score on the scale from 0 to 1 of
+    `_share`.
+    """
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

@@ -48,7 +48,9 @@ _HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
 def exponent_histogram(stats: WeightStats) -> Text:
-    """Return a histogram of |x| in ranges between powers of two. The `range_mark` of each dtype is shown next to each range."""
+    """Return a histogram of the absolute values of a tensor's elements, in ranges between powers of two. The `range_mark` of each
+    dtype is shown next to each range.
+    """
     counts = dict(stats.exponents.counts)
     text = Text()
     if not counts:

@@ -24,7 +24,9 @@ Progress = (
 
 
 class Activity:
-    """What the engine is doing, derived from its events and from requests that it has not begun yet. clock: returns seconds."""
+    """Tracks what the engine is doing, from its events and from the app's requests that it has not begun yet. clock: returns the
+    time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,7 +48,7 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """A pair: what the engine is doing, or "" if it is idle; and the share of this work that is done, from 0 to 1, or None if
+        """Return what the engine is doing, or "" if it is idle, and the fraction of this work that is done, from 0 to 1, or None if
         unknown.
         """
         return (self.what, self.share) if self.busy else ("", None)
@@ -76,11 +78,11 @@ class Activity:
             self.waiting += (job,)
 
     def begin(self, what: str, share: float | None = None, job: str = "") -> None:
-        """Record that the engine is now doing `what`, as a part of `job`.
+        """Record what the engine is doing now, to show it and to estimate the time left.
 
-        share: how much of `job` is done, from 0 to 1, or None if unknown. job: the job's name; if "", the job is named by the part
-        of `what` before the colon. The passes of a measurement alternate, and each reports the share of the whole measurement that
-        is done.
+        what: a few words. share: how much of the job is done, from 0 to 1, or None if unknown. job: the name of the job of which
+        this is a step; if "", the name is the part of `what` before the colon. For example, `measuring: reference` and `measuring:
+        candidate` are steps of one job, and `share` is how much of both is done.
         """
         self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # an engine elsewhere may send anything

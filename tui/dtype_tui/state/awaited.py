@@ -42,7 +42,9 @@ class AwaitedResults:
         self._pending.clear()
 
     def take(self, event: events.Event) -> None:
-        """Forget requests that this event answers, or all requests if it means that no answers will come."""
+        """Forget the requests that this event answers. If the event means that no answers will come, for example because the engine
+        has ended, forget all requests.
+        """
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())

@@ -1,6 +1,7 @@
 """The commands of the `:` line, such as `cast *.mlp bf16`, `go model.layers.3` and `theme high-contrast`, and their completion.
 
-Every key's action that needs no arguments is also a command with the action's name, so keys and commands always agree.
+For every action of a key that needs no arguments, there is also a command with the action's name, so that keys and commands always
+agree.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from dtype_tui.config.key_names import name_of
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
-"""Kinds of arguments that consist of one path. Unlike other arguments, a path may contain spaces."""
+"""The kinds of arguments (`Command.arguments`) that are a single path. Unlike other arguments, a path may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
-"""All kinds of arguments in which paths are completed."""
+"""The kinds of arguments (`Command.arguments`) in which paths are completed. A `line` contains a prompt or the paths of files."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Command:
 
     name: str
     action: str
-    """The name of the app's action that the command runs. Its arguments are passed as strings."""
+    """The name of the app's action that the command runs. The action receives the command's arguments as strings."""
     arguments: tuple[str, ...] = ()
     """The kind of each argument. `Completer` completes an argument by its kind."""
     meaning: str = ""
@@ -58,7 +59,7 @@ WITH_ARGUMENTS = (
     Command("check", "check_files", (), CHECK),
     Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
-"""The commands that have no key. Most of them have arguments."""
+"""All commands of the `:` line that are not made from a key's action. Most of them take arguments."""
 
 
 def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
@@ -97,15 +98,19 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
 
 @dataclass(frozen=True)
 class Completer:
-    """Completes a partly typed line. Most fields are functions, because the tree, the cursor and the themes change."""
+    """Completes a partly typed line. The fields besides `commands` are functions, because the tree, the cursor and the themes
+    change.
+    """
 
     commands: dict[str, Command]
     names: Callable[[], Sequence[str]]
-    """Returns the names of the tree's nodes."""
+    """A function that returns the names of the tree's nodes."""
     patterns: Callable[[], Sequence[str]]
-    """Returns patterns that match the node under the cursor."""
+    """A function that returns patterns which match the node under the cursor."""
     choices: Callable[[str], Sequence[str]]
-    """Returns the possible words for an argument of the given kind: an order, columns, a theme or a preset."""
+    """A function that takes a kind of argument (`order`, `columns`, `theme` or `preset`) and returns the possible words for such an
+    argument.
+    """
 
     def __call__(self, line: str) -> list[str]:
         """Return completions of a line, each a whole line, the most likely first."""

@@ -44,7 +44,7 @@ class Controller:
     """Controls one experiment and the engine that runs it.
 
     notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. Every method
-    except `handle` calls it after it has changed the state.
+    except `handle` calls `changed` after it has changed the state.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Controller:
     def apply_remedy(self) -> None:
         """Apply the rule that makes the output finite.
 
-        If there is no such rule, apply the rules that keep values from being lost in casts.
+        If there is no such rule, apply the rules that prevent casts from making weight values infinite or zero.
         """
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:

@@ -23,7 +23,9 @@ STOP_WAIT_S = 2.0
 
 
 class EngineLife:
-    """Tracks whether there is an engine, and what the engine is doing. notify, changed: the callbacks of `Controller`."""
+    """Tracks whether there is an engine, and what the engine is doing. notify: shows a sentence until the user has read it.
+    changed: redraws the screen.
+    """
 
     def __init__(
         self,
@@ -100,7 +102,9 @@ class EngineLife:
         return lost
 
     def begin(self, what: str) -> None:
-        """Show that the engine is doing `what`, for jobs that do not wait for others."""
+        """Show that the engine is doing `what`, even before the engine reports it. Not for jobs that wait in the queue: see
+        `expect`.
+        """
         if self.error is None:
             self.activity.begin(what)
 
@@ -134,7 +138,9 @@ class EngineLife:
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     def stop(self, job: str | None = None) -> None:
-        """Stop the running job and drop all waiting ones. job: stop only the job with this name."""
+        """Ask the engine to stop the running job and to drop all waiting jobs. If `job` is given, only the job with this name is
+        stopped or dropped.
+        """
         if self.activity.busy:
             if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that stay valid after the current recipe has changed, although they carry the recipe of their request."""
+"""Events that contain the recipe of a request but are handled even if another recipe is the current one by now."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
@@ -84,7 +84,9 @@ class Experiment:
     """Whether the last change of the recipe changed no tensor's planned dtype. The measurement is then still valid."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
-    """The plan and the totals of each node that `prepare` has computed in advance for the next `replace_tree`."""
+    """The plan of the current recipe for a new tree, and the totals of each of its nodes. `prepare` computes both in advance for
+    the next `replace_tree`.
+    """
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
     """The latest drift reports over all current inputs, by recipe and settings. An undo shows the report of its recipe at once."""
 
@@ -118,9 +120,10 @@ class Experiment:
         self.forget_figures()
 
     def prepare(self, tree: Tree) -> None:
-        """Compute what `replace_tree` needs for a new tree.
+        """Compute in advance what `replace_tree` needs for a new tree.
 
-        This is slow, so it runs on the thread that reads the engine's events, and keys are not delayed.
+        The computation is slow. It runs on the thread that reads the engine's events, so that it does not delay the handling of
+        keys.
         """
         plan = make_plan(tree, self.recipe)
         self._prepared = plan, tree.totals(plan.dtypes)
@@ -165,12 +168,14 @@ class Experiment:
         return changed
 
     def restore(self, history: RecipeHistory) -> None:
-        """Continue with the recipes of a saved session as the history."""
+        """Replace the history of recipes by that of a saved session."""
         self.history = history
         self._replan()
 
     def _replan(self, before: Plan | None = None) -> None:
-        """Plan the current recipe. before: the previous plan of the same tree. If it has the same dtypes, results are kept."""
+        """Compute the dtype of every tensor under the current recipe, and drop the results. before: the previous plan for the same
+        tree, or None. If both plans have the same dtypes, the results stay valid and are kept.
+        """
         self.plan = make_plan(self.tree, self.recipe)
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
@@ -191,7 +196,9 @@ class Experiment:
         self._recall()
 
     def forget_figures(self) -> None:
-        """Drop the results of the current recipe, except the values that its casts lose, which depend on the weights alone."""
+        """Drop the results of the current recipe. Only the numbers of weight values that its casts make infinite or zero are kept,
+        because they depend on the weights alone.
+        """
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:

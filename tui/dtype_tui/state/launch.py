@@ -37,7 +37,9 @@ class Launch:
     saved: SavedSession | None = None
     """The saved session to resume, or None to start a new one."""
     saver: Callable[[], SessionSaver] | None = None
-    """Called after the first paint to create the object that saves the session. None if the session is not saved."""
+    """A function that creates the object which saves the session. It is called after the first paint. None if the session is not
+    saved.
+    """
     config: Config = field(default_factory=Config)
     is_demo: bool = False
     """Whether the model is the built-in one, on which the tour runs."""

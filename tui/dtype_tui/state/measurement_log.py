@@ -31,9 +31,11 @@ class MeasuredRecipe:
     seconds: float | None = None
     """Total time of the candidate's passes over all inputs in seconds. None if some inputs or modules were not run."""
     overflowed: int = 0
-    """Number of weight values that casts made infinite. Tensors whose values a cast only rounds are not counted."""
+    """Number of weight values that the casts of this recipe made infinite."""
     vanished: int = 0
-    """Number of nonzero weight values that casts made zero, summed over the tensors whose losses are more than rounding."""
+    """Number of nonzero weight values that the casts of this recipe made zero. A tensor is left out if its values only became zero
+    by rounding (`ValueLoss.is_rounding`).
+    """
     pinned: bool = False
 
     @property
@@ -43,9 +45,7 @@ class MeasuredRecipe:
 
     @property
     def kl_error(self) -> float | None:
-        """The standard error, in nats, of the mean KL in `output` as an estimate of the mean KL over all inputs. None if
-        unknown.
-        """
+        """The standard error, in nats, with which `output.kl_mean` estimates the mean KL over all inputs. None if unknown."""
         mean, error = self.output.kl_mean, self.extent.kl_error
         if self.extent.whole:
             return self.output.kl_mean_se
@@ -88,7 +88,7 @@ class ModuleLog:
 
 
 def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned_bytes: int) -> MeasuredRecipe:
-    """Return a drift report as an entry of the history. planned_bytes: the size of the model under the recipe."""
+    """Return the entry of the history for a drift report. planned_bytes: the size of the model under the recipe."""
     lost = severe(report.lost)
     return MeasuredRecipe(
         recipe,
@@ -105,10 +105,10 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:
-    """Add a measurement to the history, and return the new history.
+    """Return the history with a measurement added.
 
-    An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. The new entry
-    inherits its pin and, if the new measurement has no time, its time.
+    An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. If the earlier
+    measurement was pinned, the new one is pinned too. If the new one has no time, it gets the time of the earlier one.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -121,7 +121,9 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
 
 
 def without_figures(history: Iterable[MeasuredRecipe], settings: RunSettings, inputs: str) -> list[Recipe]:
-    """Return the recipes in the history that were not measured with these settings on all of these inputs, each once."""
+    """Return the recipes in the history that were never measured with these settings on all of these inputs. Each recipe is
+    returned once.
+    """
     entries = tuple(history)
     known = {
         entry.recipe for entry in entries if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part

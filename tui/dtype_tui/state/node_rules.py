@@ -31,8 +31,8 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 
 
 def never_cast_count(tree: Tree, node: str) -> int:
-    """Return how many tensors at or below a node are never cast for another reason than their dtype: parts of quantised weights,
-    and tensors that the model does not use.
+    """Return how many tensors at or below a node are never cast because they belong to quantised weights or the model does not use
+    them. Tensors whose dtype alone prevents a cast are not counted.
     """
     if (module := tree.modules.get(node)) is not None:
         return tree.never_cast[module.end] - tree.never_cast[module.first]
@@ -41,7 +41,7 @@ def never_cast_count(tree: Tree, node: str) -> int:
 
 
 def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
-    """Return the effect of each rule that matches tensors of a node, the last rule first."""
+    """Return what each rule does to the tensors of a node, the last rule first. Rules that match none of them are left out."""
     effects = plan.effects(tree, tensor_names(tree, node))
     return [effect for effect in effects if effect.tensors][::-1]
 

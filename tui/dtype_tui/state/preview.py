@@ -31,7 +31,7 @@ class Preview:
     uncastable_count: int
     """Number of matching tensors that the rule does not cast."""
     uncastable: str
-    """The first of these tensors and why the rule does not cast it, or "" without any."""
+    """The name of the first tensor that matches but is not cast, and the reason, as text. "" if there is no such tensor."""
     fused: str = ""
     """A few words on how the rule affects weights that runtimes fuse with matching weights, or "" if it does not."""
 

@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Losses:
-    """The weight values that casts lose: values that overflow, are clipped or become zero."""
+    """How many values of each weight become infinite, are clipped or become zero in the recipe's casts."""
 
     values: tuple[ValueLoss, ...] | None = None
-    """One entry per weight that loses values, or None while these weights are unknown."""
+    """One entry per weight in which casts make values infinite or zero or clip them. None while these weights are unknown."""
     reason: str = ""
-    """Why `values` is unknown, or "" if the engine is about to find them."""
+    """If `values` is None, why the weights in which casts make values infinite or zero are unknown, or "" if the engine is about to
+    find them.
+    """
 
     @cached_property
     def marks(self) -> Mapping[str, str]:
-        """Maps each node that contains lost values to the text that the tree shows for it."""
+        """Maps node names to marks in the tree, such as `⚠ 64 inf 12 zero`. Each tensor in which casts make values infinite or zero
+        or clip them has a mark, and so has each module above such a tensor.
+        """
         return loss_marks(self.values or ())
 
 
@@ -44,11 +48,13 @@ class Results:
     modules: Mapping[str, ModuleDrift] = field(default_factory=dict)
     """The drift of each module by name: from the report or, while there is none, from the passes that have finished."""
     loss_remedy: LossRemedy | None = None
-    """Rules that prevent casts from losing weight values."""
+    """Rules that prevent casts from making weight values infinite or zero, or None if there are none or they were not searched for
+    yet.
+    """
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     failure: str | None = None
-    """Why the run failed, or None if it did not."""
+    """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:

@@ -1,4 +1,6 @@
-"""The app's state of a scan: the scores known so far, the dtype whose scores are shown, and predicted next to measured drifts."""
+"""The app's state of a scan: the scores known so far, the dtype whose scores are shown, and recipes with their predicted and
+measured drift.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
-"""The bar for a score has a logarithmic scale of this many powers of ten. It ends at the score of the whole model."""
+"""How many powers of ten the logarithmic scale of a score's bar covers. The bar is full for the score of the whole model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured recipe with its predicted drift. Measured and predicted drift are in the unit of the scan."""
+    """A measured recipe, with its measured drift and the drift that the scan predicts for it, both in the unit of the scan."""
 
     recipe: Recipe
     bytes: int
@@ -96,7 +98,9 @@ class ScanState:
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Record that the engine has ended. Returns whether this interrupted an unfinished scan. The estimates are kept."""
+        """Record that the engine has ended. The estimates are kept. Returns whether a scan was unfinished, so that the user must be
+        told.
+        """
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
         self.lost = self.lost or news
@@ -154,7 +158,9 @@ class ScanState:
         return make_front(tree, self.scores, self.limits.constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
-        """Store a measurement together with its prediction, if there is one."""
+        """Store the measured drift of a plan together with the drift that the scan predicts for it. Stores nothing if there is no
+        prediction.
+        """
         from dtype_engine.search.sensitivity import scalar_drift
 
         predicted = self.prediction(tree, plan)

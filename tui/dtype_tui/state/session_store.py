@@ -61,7 +61,7 @@ class SavedSession:
     recipes: tuple[Recipe, ...] = (Recipe(),)
     """The recipes of the session's history, oldest first."""
     at: int = 0
-    """Index of the current recipe."""
+    """Index in `recipes` of the current recipe."""
     cursor: str = ""
     """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()

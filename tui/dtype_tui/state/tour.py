@@ -14,7 +14,9 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour. It ends when the user has acted and, if the step waits for the engine, `until` holds."""
+    """A step of the tour, which teaches one action. It ends when the user has performed the action and, if the step waits for the
+    engine, `until` returns True.
+    """
 
     words: str
     """The text to show before the action: what to press and why. `{undo}` is replaced by the key of the action `undo`."""
@@ -25,13 +27,17 @@ class Step:
     opens: str = ""
     """The window that the action must open, or "". If it does not open, the action does not complete the step."""
     done: Condition = lambda experiment: True
-    """A condition on the state right after the action. If it is False, the action does not complete the step."""
+    """A function that returns whether the action had the wanted effect. If it returns False right after the action, the step is not
+    complete.
+    """
     until: Condition = lambda experiment: True
-    """A condition for which the step waits after the action, such as the end of a measurement, before the next step begins."""
+    """A function that returns whether the engine has done what the step waits for after the action, such as a measurement. The next
+    step begins only when it returns True.
+    """
     meanwhile: str = ""
     """The text to show after the action while the step waits for `until`."""
     unless: Condition = lambda experiment: False
-    """A condition under which the step is skipped."""
+    """A function that returns whether the step is to be skipped."""
 
 
 def _is_cast(experiment: Experiment) -> bool:

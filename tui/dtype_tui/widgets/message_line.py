@@ -15,11 +15,11 @@ _LEAST_LINES, _MOST_LINES = 2, 8
 
 
 class MessageLine(Static):
-    """Shows a message. The widget is hidden if there is no message.
+    """Shows the app's latest message, and is hidden if there is none.
 
-    In a window, it has lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither the keys nor
-    the cursor. in_place: whether it is on the main screen. It then has a place in the layout even while it is hidden, so that
-    nothing else moves when a message appears, unless the message has more or fewer lines than the last one.
+    In a window, the widget takes lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither
+    the line with the keys nor the tree. in_place: whether it is on the main screen. It then keeps its place in the layout while it
+    is hidden, so that nothing else moves when a message appears, unless this message has more or fewer lines than the last one.
     """
 
     DEFAULT_CSS = """
@@ -50,8 +50,8 @@ class MessageLine(Static):
             self.display = said is not None
 
     def _fitted(self, words: str, width: int) -> str:
-        """Set the widget's height to the lines that the words need in `width` cells, and return the words, truncated after
-        _MOST_LINES lines.
+        """Set the widget's height so that the message `words` fits into it if wrapped to `width` cells. Returns the message,
+        truncated if it needs more than _MOST_LINES lines.
         """
         lines = textwrap.wrap(words, width)
         if len(lines) > _MOST_LINES:

@@ -35,7 +35,7 @@ _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""Marks a (text, dtype) piece of a line whose text is about lost values. It takes the place of the dtype."""
+"""Takes the place of the dtype in a pair (text, dtype) whose text is a warning about values that casts make infinite or zero."""
 
 
 @dataclass(frozen=True, slots=True)

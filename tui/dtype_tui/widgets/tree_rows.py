@@ -45,8 +45,8 @@ class Row:
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Return the names of the nodes that are open at the start: the root to the first node with several children, and one more
-    level.
+    """Return the names of the nodes that are open at the start: from the root down to the first node with several children, and the
+    children of this node, unless it or they have very many children.
     """
     node = tree.root
     opened = {""}

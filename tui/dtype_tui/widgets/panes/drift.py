@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
 
 _LABEL_WIDTH = len("perplexity")
-"""The width in cells of the longest label."""
+"""The width in cells of the longest label at the beginning of the pane's rows."""
 
 
 class DriftPane(Pane):
@@ -88,9 +88,9 @@ class DriftPane(Pane):
         return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """Return the text with the rows about lost weight values before it.
+        """Return the text with rows before it about the weight values that casts make infinite or zero.
 
-        These values are known before the drift is, and even if the drift can't be measured.
+        These rows are known before the drift is, and even if the drift can't be measured.
         """
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
@@ -102,7 +102,9 @@ class DriftPane(Pane):
         return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
     def _partial(self, partial: PartialDrift, running: bool) -> Table:
-        """Return the drift of a measurement that is still running or was stopped. running: which of the two."""
+        """Return a table with the drift over the inputs that an unfinished measurement has run. running: whether the measurement is
+        still running; if False, it was stopped.
+        """
         grid = PlainTable.labelled(gap=1)
         words = extent_text(partial.extent)
         grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
@@ -216,7 +218,9 @@ def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add the operation that produces infinite or NaN values, the rule that prevents them, and the key that applies the rule."""
+    """Add rows to `grid` with the operation that produces infinite or NaN values, the rule that prevents them, and the key that
+    applies the rule.
+    """
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)

@@ -1,4 +1,6 @@
-"""The three side panes, one above the other or behind tabs. They display the experiment and have no state of their own."""
+"""The side panes Drift, Memory and Recipe, one above the other or behind tabs. They display the experiment and have no state of
+their own.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SidePanes(Vertical):
-    """The three panes: one above the other if they fit, otherwise one at a time below a line of tabs."""
+    """Holds the panes Drift, Memory and Recipe: one above the other if they fit, otherwise one at a time below a line of tabs."""
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
