@@ -105,7 +105,7 @@ class CastDone(Event, frozen=True):
     counted.
     """
     reason: str = ""
-    """If `lost` is None, why the values that casts make infinite or zero were not counted."""
+    """Why `lost` is None, that is, why the values that casts make infinite or zero were not counted; "" if they were."""
 
 
 class LossRemedyFound(Event, frozen=True):

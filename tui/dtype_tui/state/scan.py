@@ -98,8 +98,8 @@ class ScanState:
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """Record that the engine has ended. The estimates are kept. Returns whether a scan was unfinished, so that the user must be
-        told.
+        """Record that the engine has ended. The estimates are kept. Returns whether a scan was unfinished, so that the app must say
+        so.
         """
         self.running = self.paused = False
         news = bool(self.requested) and not self.finished and not self.lost
