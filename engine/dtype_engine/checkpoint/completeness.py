@@ -76,7 +76,7 @@ def what_is_missing(
     """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
     index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
-    class of the model. prefix: a prefix that all tensor names in the files have and those of the class lack.
+    class of the model. prefix: a prefix of all tensor names in the files that the names in the class lack, or "".
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()
@@ -92,7 +92,7 @@ def compare_index(
     folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, CheckpointTensor], files: Collection[Path]
 ) -> IndexReport:
     """Return the differences between an index and the tensors in the files that it names. weight_map: the file name of each tensor,
-    as in the index. tensors: those that the files hold, by name. files: the paths of the files.
+    as in the index. tensors: the tensors in these files, by name. files: the paths of the files.
 
     A file in the folder that the index does not name counts as left out if two conditions hold: its name begins like the names of
     the index's files, and it holds tensors that these files lack.

@@ -23,7 +23,7 @@ class LocalModel:
     model: str
     """The text that `locate` accepts for this model."""
     place: str
-    """A few words that say where the model was found."""
+    """Where the model was found, in a few words for the user."""
     nbytes: int | None
     """The size of the model's weights files in bytes, or None if it is unknown."""
     modified: float

@@ -147,10 +147,10 @@ def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return which tensor of the files holds the values of a tied weight, for each name of the weight that the files omit.
+    """Return the omitted names of tied weights: a mapping from each such name to the name of the tensor that holds the values.
 
-    safetensors' `save_model` writes a tied weight once. `metadata`, that of the safetensors header, maps each name that was left
-    out to the name that was kept. tensors: all tensors of the files, by name.
+    safetensors' `save_model` writes a tied weight once. The header's `metadata` maps each name that was left out to the name that
+    was kept. tensors: all tensors of the files, by name.
     """
     return {
         name: kept

@@ -75,8 +75,8 @@ def _specification(
 
 
 def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
-    """Try whether the gguf package can dequantize a type of tensor, and return the result. kind: the type, such as Q4_K. nbytes:
-    the size of one of its blocks, on which this is tried. known: earlier results by the type's name, to which the result is added.
+    """Return whether the gguf package can dequantize tensors of a type, by trying it on a block of zeros. kind: the type, such as
+    Q4_K. nbytes: the size of a block of this type. known: earlier results by the type's name, to which the new result is added.
     """
     if kind.name not in known:
         import numpy
@@ -94,8 +94,8 @@ def _dequantizes(kind: Any, nbytes: int, known: dict[str, bool]) -> bool:
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], data_start: int) -> None:
     """Raise UserError if the byte ranges of two tensors of a GGUF file overlap. Gaps between them are allowed, because tensors
-    begin at multiples of the file's alignment. tensors: those of the file, by name. data_start: the offset of the first byte after
-    the header.
+    begin at multiples of the file's alignment. tensors: all tensors of the file, by name. data_start: the offset of the first byte
+    after the header.
     """
     end = data_start
     for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):

@@ -19,7 +19,7 @@ _KEPT = re.compile(r"^    _keep_in_fp32_modules(_strict)? = (\[[^\]]*\]|\{[^}]*\
 
 @dataclass(frozen=True, slots=True)
 class KeptInFloat32:
-    """Parts of tensor names. An architecture keeps a tensor in float32 if its name contains one of these parts."""
+    """Which tensors an architecture keeps in float32: those whose names contain one of the given parts."""
 
     always: frozenset[str] = frozenset()
     """Name parts of tensors that stay in float32 if a model is loaded in bfloat16 or float16 (`_keep_in_fp32_modules_strict`)."""

@@ -50,11 +50,12 @@ class Layout:
     more: tuple[str, ...] = ()
     """Suffixes of optional tensors other than codes and scales, such as zero points."""
     beside: tuple[str, ...] = ()
-    """Suffixes of optional tensors whose names are the module's name with the suffix. All other suffixes follow the weight's stem.
+    """Suffixes of optional tensors that are named after the weight's module, such as `x.input_scale` for `x.weight`. All other
+    suffixes are added to the weight's stem.
     """
     alone: tuple[str, ...] = ()
-    """Suffixes that no plain tensor has. A tensor with such a suffix is part of a quantised weight, even if other parts are
-    missing.
+    """Suffixes that the name of an unquantised tensor never has. A tensor with such a suffix is part of a quantised weight, even if
+    other parts are missing.
     """
 
 
@@ -179,8 +180,8 @@ def packed_weights(tensors: Mapping[str, Stored]) -> list[PackedWeight]:
 
 
 def quantized_parts(tensors: Mapping[str, Stored], config: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return why tensors are never cast, keyed by tensor name, for those tensors that belong to a weight which another program
-    quantised.
+    """Find the tensors that belong to weights which other programs quantised. Such tensors are never cast. Returns the reason for
+    each, by tensor name.
 
     tensors: all tensors of a file, by name. config: the content of config.json. If it describes the quantisation method, the
     reasons contain this description.
@@ -232,7 +233,7 @@ def declared_scheme(config: Mapping[str, Any] | None) -> str | None:
 
 
 def names_of_parts(weights: Iterable[PackedWeight], tensors: Mapping[str, Stored]) -> set[str]:
-    """Return the names of all tensors of a file that store one of these weights: codes, scales, zero points and so on. weights: the
-    weights that another program quantised. tensors: all tensors of the file, by name.
+    """Return the names of all tensors of a file that store one of the given weights: codes, scales, zero points and so on. weights:
+    the weights that another program quantised. tensors: all tensors of the file, by name.
     """
     return {name for weight in weights for name in weight.names if name in tensors}

@@ -1,7 +1,7 @@
 """Computes how many parameters each tensor of a quantised weight represents, from names, shapes and the configuration.
 
 How parameters are packed depends on the layout; the layouts and their sources are those of `packed_weights`. If a configuration
-lists several bit widths with group sizes, the pair that agrees with the number of scales is used.
+lists several pairs of bit width and group size, the pair that agrees with the number of scales is used.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> C
 
 
 def integer_schemes(config: Mapping[str, Any]) -> set[tuple[int, int | None]]:
-    """Return the distinct pairs (bits per value, group size) with which integer weights are packed, as `config_groups` in the
-    `quantization_config` of a configuration declares them. The group size is None if it is not declared.
+    """Return the pairs (bits per value, group size) with which integer weights are packed, according to the `config_groups` of the
+    configuration's `quantization_config`. The group size is None if it is not declared. config: the content of config.json.
     """
     declared = config.get("quantization_config")
     groups = declared.get("config_groups") if isinstance(declared, Mapping) else None

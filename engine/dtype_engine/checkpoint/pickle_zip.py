@@ -139,8 +139,8 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
 
 
 def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
-    """Raise UserError if the bytes of two records overlap. Where they begin is read from the header in front of each record,
-    because the central directory of the zip archive does not say it.
+    """Raise UserError if the bytes of two records overlap. The beginning of the bytes is read from the header in front of each
+    record, because the central directory of the zip archive does not give it.
     """
     end, before = 0, ""
     with open(path, "rb") as file:
@@ -191,7 +191,7 @@ class _Global(str):
 
 
 _OTHER = object()
-"""Stands on the simulated pickle stack for any object that is not a string, number, tuple or class name."""
+"""The placeholder, on the simulated pickle stack, for any object that is not a string, number, tuple or class name."""
 
 
 def storage_claims(pickled: bytes) -> dict[str, int]:

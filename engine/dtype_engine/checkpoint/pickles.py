@@ -316,8 +316,8 @@ def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
 
 
 _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
-"""A tensor that repeats the bytes of its storage, as `expand` makes it, is refused if it is larger than both of these: this number
-of bytes, and this many times its storage. No weight is such a tensor, and reading it would take days.
+"""Limits on a tensor that repeats the bytes of its storage, as `expand` makes it: a size in bytes, and a multiple of the storage's
+size. A tensor that exceeds both is refused: no weight is such a tensor, and reading it would take days.
 """
 _MOST_LOOKED_AT = 1_000_000
 _DEEPEST = 3

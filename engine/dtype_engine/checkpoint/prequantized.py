@@ -40,7 +40,9 @@ class QuantizedWeight:
     shape: tuple[int, ...]
     """The shape of the weight. Packed codes have another shape."""
     parts: Mapping[str, CheckpointTensor]
-    """The weight's tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and further parts."""
+    """The weight's tensors in the file by suffix, in the order of `core.block_formats.parts`: codes, scales, and others such as
+    zero points.
+    """
     input_scale: CheckpointTensor | None = None
     """NVFP4's scale for the inputs of the layer, or None if the file has none."""
 
@@ -85,8 +87,9 @@ def read_quantized(
 def _read_weight(
     name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
 ) -> QuantizedWeight | None:
-    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors:
-    those of the file, by name. packed_shape: the weight's shape in the file's metadata, which packed codes need.
+    """Return the weight `name`, or None if a tensor that its dtype requires is missing or has the wrong dtype or size. tensors: all
+    tensors of the file, by name. packed_shape: the weight's shape as the file's metadata gives it. Packed codes need it, because
+    they have another shape.
     """
     row = dtypes.BY_NAME.get(dtype)
     if row is None or dtype not in dtypes.STORAGE_DTYPES:

@@ -88,7 +88,7 @@ def locate(
 
     trust_pickle: whether the files may run code when they are unpickled. python_only_by: the option that the error message
     recommends when Python code is refused, or None to allow Python code. Set it if the text comes from a file, since a file must
-    not choose which Python code runs. Raises UserError, which lists where it was looked for.
+    not choose which Python code runs. Raises UserError, which lists where the model was looked for.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 

@@ -134,7 +134,7 @@ class _Details:
     causes: AttributionReport | None
     meaning: Meaning
     with_remedy: bool
-    """Whether --suggest was given. If True, a `remedy` of None means that no cast loses values."""
+    """Whether --suggest was given. If True, a `remedy` of None means that no cast makes values infinite or zero."""
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
@@ -180,8 +180,9 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Return what is printed in addition to a drift report, and measure what is missing: the noise floor if the drift may be below
-    it, the cause if values are not finite and, if `suggest` is set, rules against casts that make values infinite or zero.
+    """Measure what `dtype-engine drift` prints in addition to the drift report, and return it. This is the noise floor, if the
+    drift may be below it; the first module with non-finite values, if there are any; and, if `suggest` is set, rules against casts
+    that make values infinite or zero.
 
     attribution: the report on the causes of the drift, or None if the user did not ask for it.
     """
@@ -195,8 +196,8 @@ def _measure_details(
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:
-    """Report each limit on the drift that was missed on standard error, and return the exit status, which is 1 if there is one.
-    reached: for each limit that the user set, whether the drift meets it.
+    """Print on standard error each limit on the drift that was missed. Returns the exit status: 1 if a limit was missed, otherwise
+    0. reached: for each limit that the user set, whether the drift meets it.
     """
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:

@@ -27,7 +27,7 @@ force_option = click.option("--force", is_flag=True, help="Replace an existing o
 
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
-    """Tell the shell to complete the argument MODEL as a file path. begun: the part of it that is typed."""
+    """Tell the shell to complete the argument MODEL as a file path. begun: the part of the path that is already typed."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(begun, type="file")]

@@ -43,7 +43,8 @@ def over_workers(
     """Start the workers for a command. Yields (the workers, or None if the command runs in this process; a function `show(done,
     total)` that shows the progress).
 
-    parts: the number of independent tasks in the work. private: bytes that each process needs in addition to the mapped checkpoint.
+    parts: the number of independent tasks in the work. private: bytes of memory that each process needs in addition to the mapped
+    checkpoint.
     """
     if workers is None:
         yield None, partial(_say, 1)

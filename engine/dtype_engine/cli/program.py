@@ -100,8 +100,8 @@ def say_progress(run: str, done: int, total: int) -> None:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command and return its exit status: 2 for bad input, after a line on standard error; 128 + n for signal n.
-    program: its name in messages. arguments: those of the command line; if None, those of this process.
+    """Run a click command and return its exit status: 2 for bad input, which a line on standard error explains; 128 + n for signal
+    n. program: the program's name in messages. arguments: the command line's arguments; if None, those of this process.
     """
     fill_closed()
     try:
@@ -132,7 +132,9 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
 
 
 def _report_interrupted(program: str, error: BaseException) -> int:
-    """Print one line that names the signal, and return the exit status. program: the name with which the line begins."""
+    """Print one line that says that a signal interrupted the program, and return the exit status. program: the name with which the
+    line begins. error: the exception that the signal raised.
+    """
     number = ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
     _last_line(f"{program}: interrupted{name}")

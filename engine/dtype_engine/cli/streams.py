@@ -79,8 +79,8 @@ def drop_unwritten() -> None:
 @contextmanager
 def own_output() -> Iterator[None]:
     """A context manager that replaces `sys.stdout` with a copy of standard output, which raises ReaderGone or UserError if a write
-    fails. Code in the block must flush this copy itself, because errors of the flush at the block's end are ignored. If a caller
-    has already replaced `sys.stdout`, it stays as it is.
+    fails. Code in the block must flush this copy itself, because errors of the flush at the block's end are ignored. If
+    `sys.stdout` was already replaced, nothing is done.
     """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:

@@ -73,8 +73,8 @@ def is_taken(typed: str) -> bool:
 
 
 def _rename_new(temporary: str, path: Path) -> None:
-    """Rename a temporary file to `path`, and fail if this name is taken. A plain rename would overwrite the other file, so a hard
-    link is made instead if the file system has links.
+    """Rename a temporary file to `path`. Raises FileExistsError if a file of this name exists. A plain rename would overwrite that
+    file, so a hard link is made and the temporary name removed, if the file system has links.
     """
     try:
         os.link(temporary, path)

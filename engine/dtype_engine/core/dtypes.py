@@ -49,7 +49,9 @@ class DType:
     """Whether the whole tensor has one scale."""
     blocks: Blocks | None = None
     code_dtype: str = ""
-    """torch's name for the dtype in which the codes are held while a model runs, or "" if it is this dtype itself."""
+    """torch's name for the dtype in which the codes are held while a model runs, or "" if the codes are held in this dtype
+    itself.
+    """
 
     @property
     def torch_name(self) -> str:

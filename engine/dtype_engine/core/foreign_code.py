@@ -22,11 +22,11 @@ class LibraryPanic(RuntimeError):
 
 @contextmanager
 def foreign_code() -> Iterator[None]:
-    """A context manager that turns exceptions which `except Exception` does not catch into an `ExitCalled` or a `LibraryPanic`. An
-    interrupt stays an interrupt.
+    """A context manager for running foreign code. Exceptions that `except Exception` would not catch become an `ExitCalled` or a
+    `LibraryPanic`; a KeyboardInterrupt is left as it is.
 
-    A SystemExit would end the program without a message, with a status that the model's code chose. Status 0 would then wrongly
-    mean that the user's limit was met. A panic would end the engine's thread without a message.
+    Otherwise, a SystemExit in a model's code would end this program without a message, and with the exit status that the code
+    chose, even 0 for success. A panic would end the engine's thread without a message.
     """
     try:
         yield

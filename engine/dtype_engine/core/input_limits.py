@@ -52,7 +52,7 @@ class InputLimits:
 
     def refuse_model(self, kind: str, title: str, what: str, amount: float) -> None:
         """Raise NoForward if a model's own files demand inputs that exceed a limit. kind: the limit, as a field's name. title: the
-        model. what: the setting that demands the inputs, for the message. amount: how many pixels, seconds, ... it demands.
+        model's name. what: the setting that demands the inputs, for the message. amount: how many pixels, seconds, ... it demands.
         """
         if amount > getattr(self, kind):
             raise NoForward(

@@ -1,4 +1,4 @@
-"""Turns the progress of one stage of a job into the progress of the whole job."""
+"""Converts the progress of one stage of a job into the progress of the whole job."""
 
 from __future__ import annotations
 

@@ -110,7 +110,9 @@ class Options:
     inputs.
     """
     floor: Literal["auto", "always", "never"] = "auto"
-    """When to measure the noise floor. "auto": when a measured drift is close to it, or while the engine is otherwise idle."""
+    """When to measure the noise floor, the drift of the reference from itself. "auto": when a measured drift is close to the floor,
+    or while the engine is otherwise idle.
+    """
     modules: Literal["some", "exact"] = "some"
     """The sequences in which modules' outputs are compared. "some": the first one, and others up to about 1/6 of the inputs.
     "exact": all.

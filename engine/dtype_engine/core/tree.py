@@ -88,7 +88,7 @@ class TensorInfo:
 
     @property
     def counted(self) -> bool:
-        """Whether sums of the model's stored or planned bytes include this tensor."""
+        """Whether the model's total stored bytes and total planned bytes include this tensor."""
         return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
@@ -101,7 +101,7 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """Why a rule whose pattern matches the tensor leaves it as stored, in words about the tensor."""
+        """Why a rule whose pattern matches the tensor leaves it as stored, in words that follow the tensor's name."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"

@@ -45,8 +45,9 @@ class _ThisProcess:
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
-    """The measurement of the causes of a recipe's drift (`Attribution`) that ran last, which holds the reference's outputs. It is
-    dropped as soon as a task needs another recipe or measures something else.
+    """The latest measurement of the causes of a recipe's drift (`Attribution`), with the session, recipe and settings that it
+    belongs to. It holds the reference's outputs, so it is dropped as soon as a task needs another recipe or measures something
+    else.
     """
     export: tuple[Exported, OpenExport] | None = None
     cancelled: IsCancelled = never

@@ -99,8 +99,8 @@ def _context() -> BaseContext:
     not survive a fork.
 
     On Linux, workers are forked from a server process that has imported torch and computed nothing. This saves the seconds that the
-    import takes, and workers share the server's memory pages. Its only other thread belongs to OpenBLAS (used by numpy), which ends
-    it before a fork and replaces it after the fork.
+    import takes, and workers share the server's memory pages. The server's only other thread belongs to OpenBLAS (used by numpy),
+    which ends this thread before a fork and replaces it after the fork.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -192,7 +192,8 @@ def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str,
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
     """Prepare a new worker process: give it the next GPU, make it ignore interrupts, and end it when its parent process ends. gpus:
-    the names of all GPUs that the pool uses. started: how many processes the pool has started before.
+    the names of all GPUs that the pool uses. started: how many processes the pool has started before. workers: how many share the
+    memory. stop: set to cancel the work.
     """
     with started.get_lock():
         index, started.value = started.value, started.value + 1

@@ -41,9 +41,9 @@ def best(
     `max_drift` is None, the best solution is the one with the least drift. Otherwise, it is the smallest one whose drift does not
     exceed `max_drift`.
 
-    constraints: those of the search, for the Pareto front in the report. over: the workers that measure, or None for this process.
-    `on_measured(done)` is called after each measurement. Raises OutOfReach if all exceed `max_drift`, and the errors of
-    `Session.drift`.
+    constraints: the search's constraints on recipes, for the Pareto front in the report. over: the workers that measure, or None
+    for this process. `on_measured(done)` is called after each measurement. Raises OutOfReach if all exceed `max_drift`, and the
+    errors of `Session.drift`.
     """
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
     wanted = [(recipe, session.settings) for recipe in recipes]

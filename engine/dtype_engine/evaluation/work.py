@@ -169,8 +169,8 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     """Return a function that compares an export's tensors on a pool, which `verify` calls instead of comparing them in this
     process. Each evaluation compares several tensors, of at most 64 MiB in all unless a single one is larger.
 
-    threads: how many threads each worker uses. folder: that of the export. source: the checkpoint that was exported. options: how
-    the workers open both.
+    threads: how many threads each worker uses. folder: the folder of the export. source: the checkpoint that was exported. options:
+    how the workers open the export and the source.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 

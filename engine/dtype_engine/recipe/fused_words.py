@@ -14,7 +14,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
 
     Returns `k_proj, v_proj: new scale` if the common scale of the fused weights changes, and `k_proj, v_proj differ: vLLM refuses`
     if they get different formats. planned: the dtype of each weight before the cast. groups: the model's groups of fused weights.
-    This runs after every key press, so equal groups are examined once.
+    This runs after every key press, so of groups with the same names and dtypes, as in every layer, only one is examined.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):

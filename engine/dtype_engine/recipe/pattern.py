@@ -135,13 +135,14 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Join the translated pieces of a glob to one regular expression. The pieces are literal characters, wildcards, classes and
-    braces.
+    """Join the pieces of a glob (literal characters, wildcards, character classes, braces), each translated to a regular
+    expression, to one regular expression.
 
-    whole: whether the pieces are the entire glob, and not an alternative inside braces. Only then can stars be translated so that
-    the matcher does not backtrack: the text between two stars is tried only at its first occurrence in the name, because if the
-    rest fails after that one, it also fails after any later one. This requires that the text has a fixed length. Matching
-    `*a*a*a*b` then takes time in proportion to the length of a name, and not to its fourth power. `fnmatch` does the same.
+    whole: True if the pieces are the entire glob, False if they are one alternative inside braces. In an entire glob, the text
+    between two stars is matched only at its first occurrence in the name. This suffices if the text has a fixed length, because any
+    later occurrence would leave less of the name for the rest of the glob. The matcher then never backtracks: the time for
+    `*a*a*a*b` is proportional to the length of the name, not to its fourth power. `fnmatch` does the same. The pieces of an
+    alternative are joined unchanged.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

@@ -160,7 +160,8 @@ class Plan:
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
 """The latest plan of each tree, because plans recur: the app plans a rule while it is typed and again when it is applied, and plans
-a new tree in a thread before it shows the tree. With 90,000 tensors, a plan takes 0.1 s, and a key press would wait for two plans.
+a new tree in a thread before it shows the tree. With 90,000 tensors, a plan takes 0.1 s, and without this, a key press would wait
+for two plans.
 """
 
 

@@ -64,7 +64,8 @@ def recipe_text(
     tensors with values that their cast makes infinite or zero.
 
     title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one.
-    versions: those of the libraries, by name. lost: these tensors, if there is no report; None if they were not determined.
+    versions: those of the libraries, by name. lost: if there is no report, the tensors with such values, or None if they were not
+    determined.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
@@ -79,8 +80,8 @@ def recipe_text(
 
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """Return three metrics: how many tensors lose values in their cast, how many values become infinite, and how many become zero.
-    losses: one entry for each such tensor. If it is None, the result is empty.
+    """Return three metrics: how many tensors have values that their cast makes infinite or zero, how many values become infinite,
+    and how many become zero. losses: one entry for each such tensor. If `losses` is None, the result is empty.
     """
     if losses is None:
         return {}

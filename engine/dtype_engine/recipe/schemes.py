@@ -12,8 +12,8 @@ DESCRIBED = PER_CHANNEL + tuple(
     for name in dtypes.BLOCK_FORMATS
     if (blocks := dtypes.BY_NAME[name].blocks) is not None and blocks.layout not in ("", "fp8")
 )
-"""Formats that a compressed-tensors scheme can describe. A scheme does not name the rule for MX scales, so MX formats are included
-whatever their rule: compressed-tensors computes scales by one rule only, but reads scales computed by any rule.
+"""Formats that a compressed-tensors scheme can describe. A scheme does not say by which rule MX scales were computed, so MX formats
+with any rule are included: compressed-tensors computes scales by one rule only, but reads scales computed by any rule.
 """
 
 

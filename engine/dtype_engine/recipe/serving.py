@@ -114,7 +114,9 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
 
 
 def _packed_experts(tree: Tree, name: str) -> bool:
-    """Return whether the weight `name` packs all experts of a layer into one tensor, and the files store each separately."""
+    """Return whether the weight `name` packs all experts of a layer into one tensor, while the files store each expert
+    separately.
+    """
     tensor = tree.tensors[name]
     return (
         len(tensor.shape) == 3

@@ -133,7 +133,9 @@ def _one_line(text: str) -> str:
 
 
 def weights_text(errors: Sequence[WeightError]) -> str:
-    """Return one line for each tensor with values that its cast changes: the errors of the cast. The highest SQNR comes first."""
+    """Return a table with one line for each tensor that a cast changes: its dtypes, and the errors of its values. The highest SQNR
+    comes first.
+    """
     if not errors:
         return "no tensor changes: give a cast that matches some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _MOST_CAUSES = 12
 _CANCELLING = 1.2
-"""Percentages of the whole drift are shown only if no module's own drift exceeds the whole drift this many times. Otherwise, the
-drifts of several modules cancel each other.
+"""Percentages of the whole drift are shown only if every module's own drift is at most this many times the whole drift. Otherwise,
+the drifts of several modules cancel each other.
 """
 
 
@@ -166,7 +166,7 @@ def causes_headline(report: AttributionReport) -> str:
 
 
 def share_words(contribution: Contribution) -> str:
-    """Return a module's drift as a percentage of the whole drift, or `-` if this is undefined."""
+    """Return a module's drift as a percentage of the whole drift, or `-` if this percentage is undefined."""
     return "-" if contribution.share is None else f"{100 * contribution.share:.1f} %"
 
 

@@ -12,7 +12,7 @@ from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
 """Largest relative L2 error of an output for which the noise floor is measured, because the drift may be mere noise. Summing in
-another order changes a float32 output by about 1e-7 of its size; the rest is a margin for deep models.
+another order changes a float32 output by about 1e-7 of its size; the limit is higher because the noise grows in deep models.
 """
 
 
@@ -26,8 +26,8 @@ class NoiseFloor:
     """The noise floor: the drift of the reference from itself when the same float32 arithmetic runs in another order."""
 
     ways: tuple[str, ...]
-    """Descriptions of the repeated reference runs, such as "eager attention" or "batch of two". Each metric is the worst of all
-    these runs. If there are none, because the model supports no such run, the floor is unknown.
+    """Descriptions of the repeated reference runs, such as "eager attention" or "batch of two". Each metric of the floor is the
+    worst over all these runs. If the list is empty, because the model supports no such run, the floor is unknown.
     """
     positions: int
     """How many rows of the main output were compared."""
@@ -116,7 +116,9 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """Why there is no remedy. If there is one, a note if the reference itself has values that are not finite, otherwise ""."""
+    """If there is no remedy, the reason. If there is one, a note that the reference itself has values that are not finite, or "" if
+    it has none.
+    """
     constant: float | None = None
     """A constant in the model's code that the dtype can't represent: a mask that becomes infinite, or an epsilon that becomes 0."""
     before: OutputDrift | None = None

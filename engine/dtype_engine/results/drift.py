@@ -196,19 +196,21 @@ class ImplicitCastStats:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """The wall time of the forward passes over all inputs, without the time for comparing outputs."""
+    """The wall times of the reference's and the candidate's forward passes over all inputs, without the time for comparing
+    outputs.
+    """
 
     reference: float | None = None
     candidate: float | None = None
     reused: bool = False
-    """Whether the candidate's passes skipped modules whose outputs were known. If so, `candidate` is less than the time of whole
-    passes.
+    """Whether the candidate's passes skipped modules whose outputs were known from earlier passes. If so, `candidate` is less than
+    the time of whole passes.
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extent:
-    """How much of the inputs some metrics cover, and how precise the metrics are as estimates for all inputs.
+    """How much of the inputs a measurement's metrics cover, and how precise the metrics are as estimates for all inputs.
 
     The error of a metric is its standard error divided by the metric (`runtime/measure/sampling_error.py`): 0.0 once all inputs
     were run, None if it is unknown.

@@ -21,7 +21,9 @@ class InputBatch:
     what: str
     """The beginning of the text, or a name for the image or audio."""
     positions: int | None
-    """The number of token positions in all rows (of the decoder, if any), or None if the input is not a sequence of tokens."""
+    """The number of token positions, over all rows of the batch, or None if the input is not a sequence of tokens. If the model has
+    a decoder with its own inputs, the decoder's tokens are counted.
+    """
     tensors: tuple[InputTensor, ...]
 
 

@@ -9,7 +9,9 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""If a cast to a floating-point dtype makes a smaller fraction of a tensor's values zero, this may count as ordinary rounding."""
+"""If a cast to a floating-point dtype makes a smaller fraction than this of a tensor's values zero, that may count as ordinary
+rounding.
+"""
 
 
 def _rounds_to_zero(dtype: str) -> bool:
@@ -27,7 +29,7 @@ class ValueLoss:
     are exact.
 
     Casts to dtypes with scales (float8, int8) always make some small values zero, which is ordinary rounding (`is_rounding`). Lists
-    of such casts leave out tensors to which nothing else happened.
+    of casts leave out tensors whose only change is this rounding.
     """
 
     tensor: Name
@@ -40,7 +42,8 @@ class ValueLoss:
     """The number of elements of the tensor."""
     channels: int = 0
     """The number of output channels in which more than half of the nonzero values became zero. A channel is an index of the
-    tensor's first dimension. A vector counts as one channel and, in a block format, a row of blocks does.
+    tensor's first dimension. A vector counts as one channel. In a block format, each row of the matrices into which the weight is
+    divided counts as a channel.
     """
     saturated: int = 0
     """The number of values beyond the range of the scale, which were clipped to the largest value of a dtype with scales."""
@@ -50,7 +53,8 @@ class ValueLoss:
     @property
     def is_rounding(self) -> bool:
         """Whether the cast did no more than round small values to zero: no value became infinite or was clipped, every channel kept
-        at least half of its values, and fewer than 1 in 100 values became zero (any number in integers and below 8 bits).
+        at least half of its values, and fewer than 1 in 100 values became zero. For integers and floats of less than 8 bits, any
+        number of values may become zero.
         """
         if self.overflowed or self.saturated or self.channels:
             return False
@@ -58,8 +62,8 @@ class ValueLoss:
 
     @property
     def is_listed(self) -> bool:
-        """Whether lists of casts that lose values include this tensor: the loss is more than rounding, or values became zero in a
-        dtype without scales.
+        """Whether this tensor is in lists of casts that make values infinite or zero: the cast did more than ordinary rounding, or
+        made values zero in a dtype without scales.
         """
         return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 

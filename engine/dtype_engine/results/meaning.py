@@ -48,7 +48,9 @@ KL_Q2 = 0.4451
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""The SQNR of normally distributed values reduced to their signs and the best common magnitude (Max 1960)."""
+"""The SQNR in dB of normally distributed values after rounding to 1 bit: each keeps its sign, and all get the same magnitude, the
+best one (Max 1960).
+"""
 
 _KL: tuple[tuple[float, Word, str], ...] = (
     (KL_FLOATS, "invisible", "up to that of float16 against bfloat16"),

@@ -213,8 +213,8 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
 
 
 def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if no weight has config.json's dtype, and for each 16-bit tensor that the architecture keeps in float32.
-    plain: the unquantised floating-point tensors, by name. config: the content of config.json.
+    """Yield a finding if no weight has the dtype that config.json declares, and for each 16-bit tensor that the architecture keeps
+    in float32. plain: the unquantised floating-point tensors, by name. config: the content of config.json.
     """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
@@ -276,7 +276,7 @@ def _against(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
     """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only the checkpoint or only the source
-    has, and for each tensor whose shape in the source is another.
+    has, and for each tensor whose shapes in the two differ.
 
     weights: the weights of the checkpoint that other programs quantised. parts: the names of the tensors (codes, scales, ...) that
     store these weights.

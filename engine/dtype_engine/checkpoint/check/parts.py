@@ -87,8 +87,8 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Say in one sentence which tensor of a quantised weight lacks another that it needs, such as codes without scales. Returns a
-    tuple of this sentence about the first such tensor, or () if no tensor is missing.
+    """Return a sentence about the first tensor of a quantised weight that lacks another tensor which it needs, such as codes
+    without scales. The result is a tuple of this sentence, or () if no tensor is missing.
     """
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))

@@ -87,11 +87,12 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Decode raw bytes of floating-point values, so that NaN and infinity can be found by integer comparison. Returns (each value's
-    bits as an integer, without the sign bit; whether each value is negative; the largest such integer that is not NaN), or None for
-    an unsupported dtype.
+    """Decode raw bytes of floating-point values to integers, so that NaN and infinity can be found by comparing integers. Returns
+    None for an unsupported dtype, otherwise a tuple: (the bits of each value without the sign bit, as an integer; whether each
+    value is negative; a limit).
 
-    The largest integer is that of infinity or, if the dtype lacks infinity, of the largest finite value.
+    A value is NaN if its integer exceeds the limit. The limit itself stands for infinity or, if the dtype lacks infinity, for the
+    largest finite value.
     """
     import numpy as np
 

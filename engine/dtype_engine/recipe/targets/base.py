@@ -123,22 +123,22 @@ def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object
 
 
 def first(patterns: Sequence[str]) -> int:
-    """A `Target.precedence` for tools that apply the first matching pattern. Returns its index in `patterns`, which all match one
-    tensor.
+    """A `Target.precedence` for tools that apply the first matching pattern. patterns: the patterns that match one tensor. Returns
+    the index of the one that the tool applies.
     """
     return 0
 
 
 def last(patterns: Sequence[str]) -> int:
-    """A `Target.precedence` for tools that apply the last matching pattern. Returns its index in `patterns`, which all match one
-    tensor.
+    """A `Target.precedence` for tools that apply the last matching pattern. patterns: the patterns that match one tensor. Returns
+    the index of the one that the tool applies.
     """
     return len(patterns) - 1
 
 
 def exact_first(patterns: Sequence[str]) -> int:
     """A `Target.precedence` for tools that apply an exact name before any regular expression, and otherwise the first matching
-    pattern. Returns its index in `patterns`, which all match one tensor.
+    pattern. patterns: the patterns that match one tensor. Returns the index of the one that the tool applies.
     """
     return next((index for index, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
@@ -230,8 +230,8 @@ def split(
 def _refusal(
     context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
 ) -> str | None:
-    """Return why a tool can't quantise a tensor to `dtype`, or None if it can. tool: its name. formats: the dtypes to which it
-    quantises. kinds: the module classes whose weights it quantises.
+    """Return why a tool can't quantise a tensor to `dtype`, or None if it can. tool: the name of the tool. formats: the dtypes to
+    which it quantises. kinds: the module classes whose weights it quantises.
     """
     module = context.module_of(tensor.name)
     if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":

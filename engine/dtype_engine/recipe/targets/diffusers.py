@@ -168,9 +168,10 @@ def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
 
 def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
     """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
-    `patterns` match. notes: comments for the top. If no module is skipped, the code passes `()`.
+    `patterns` match. notes: comments for the top.
 
-    It can't pass None, because diffusers would then cast the model as a whole.
+    If no module is skipped, the code passes `()` to diffusers as the patterns. With None, diffusers would cast the model as a
+    whole.
     """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (

@@ -39,8 +39,8 @@ SCALING = {
     for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
     for rule, mode in (("", own), (":floor", "FLOOR"), (":rceil", "RCEIL"), (":even", "EVEN"))
 }
-"""torchao's `ScaleCalculationMode` for each MX format. The rule of compressed-tensors is EVEN for mxfp4. For mxfp8 it is RCEIL,
-except for blocks whose largest |value| is 1.75 times a power of two.
+"""torchao's `ScaleCalculationMode` for each MX format. A format without a rule in its name has the rule of compressed-tensors. This
+rule is EVEN for mxfp4. For mxfp8 it is RCEIL, except for blocks whose largest |value| is 1.75 times a power of two.
 """
 BLOCKS = (*SCALING, "nvfp4")
 """The formats in torchao's prototype of block formats. The prototype supports only linear layers, and MX formats only with
