@@ -107,8 +107,9 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the module names for a configuration entry. All experts of a layer are replaced by one pattern, `name_of(layer)`,
-    unless some of them are in `rest`, the modules outside this entry.
+    """Return the names with which a configuration entry lists `modules`. rest: the modules outside this entry.
+
+    If all experts of a layer belong to the entry, one pattern, `name_of(layer)`, replaces their names.
     """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)

@@ -29,8 +29,8 @@ Quantized = tuple[torch.Tensor, ...]
 class SharedScale:
     """A single scale for several tensors, computed from the largest |value| of all of them.
 
-    names: the names of the tensors in the source. values: one function for each tensor, which returns its values. The first call of
-    `amax` calls all these functions, whichever thread it is in.
+    names: the names of the tensors in the source. values: one function for each tensor, which returns the tensor's values. The
+    first call of `amax`, in any thread, calls all these functions. Later calls return the same result without calling them.
     """
 
     def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:

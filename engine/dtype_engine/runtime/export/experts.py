@@ -54,8 +54,8 @@ def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Return how `from_pretrained` of transformers fails on these experts, as a clause that begins with "it", or None if it reads
-    them correctly. The experts are in the compressed-tensors layout.
+    """Return how `from_pretrained` of transformers fails on the experts among `items`, as a clause that begins with "it". Returns
+    None if it reads them correctly, or if they are not in a compressed-tensors layout.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):

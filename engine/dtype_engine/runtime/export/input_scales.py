@@ -26,8 +26,8 @@ _NUMBER = re.compile(r"\d+")
 def with_quantised_inputs(
     items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
 ) -> list[ExportTensor]:
-    """Return the items (the weights to export), with quantised inputs declared for the layers that have them. Formats that store an
-    input scale also get this scale.
+    """Return the items (the weights to export), with quantised inputs declared for the layers that have them. In a format that
+    stores a scale for a layer's inputs, such as NVFP4, the item also gets this scale.
 
     A layer's inputs are quantised if `settings` request this, or if its weight is exported as stored and the source declares
     quantised inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight, by weight

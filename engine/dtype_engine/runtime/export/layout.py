@@ -57,7 +57,9 @@ class Part:
     one_file: bool = False
     """Whether all weights must be in a single file, because the loader of this folder does not support shards."""
     config: dict[str, Any] | None = None
-    """This folder's `config.json` if the cast changes it, because it names a dtype. None: the file is copied or does not exist."""
+    """The contents of this folder's `config.json`, if the cast changes the dtype that it names. If None, the file is copied
+    unchanged or does not exist.
+    """
     metadata: Mapping[str, str] = field(default_factory=dict)
 
 

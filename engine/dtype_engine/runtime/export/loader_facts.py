@@ -35,7 +35,9 @@ class LoaderFacts:
     plain: Outcome
     """How the values that `from_pretrained` loads without further arguments compare with the exported ones."""
     plain_same_in: Container[str]
-    """Exceptions to `plain`: if `config.json` names one of these dtypes, the outcome without further arguments is `SAME`."""
+    """Exceptions to `plain`: if `config.json` names one of these dtypes, `from_pretrained` without further arguments loads the
+    exported values (`Outcome.SAME`).
+    """
     dequantized: Outcome
     """How the values that `from_pretrained` loads with `CompressedTensorsConfig(dequantize=True)` compare with the exported ones.
     """
@@ -87,8 +89,8 @@ def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Ou
 
 
 def _one_format(formats: Collection[str]) -> bool:
-    """Return whether `dequantize=True` works for an export with weights in all these formats. transformers uses one scheme for all
-    linear layers.
+    """Return whether `dequantize=True` works for an export with weights in all of `formats`. It works only if one scheme describes
+    all linear layers, because transformers applies the same scheme to all of them.
     """
     if set(formats) <= set(PER_CHANNEL) or "fp8" in map(layout, formats):
         return True

@@ -100,9 +100,10 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return `contents` with sentences on what the checkpoint lacks: tensors that its index lists, parts of quantised weights and,
-    if `coverage` is known, tensors of the model. Other problems of the index become notices of the export. class_name: the class
-    that `coverage` refers to.
+    """Return `contents` with sentences on the tensors that the checkpoint lacks: tensors in its index, tensors that belong to
+    quantised weights, and tensors of the model (if `coverage` is known). Other problems of the index become notices of the export.
+
+    coverage: how many of the model's tensors the checkpoint has. class_name: the class of this model.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (

@@ -18,7 +18,8 @@ from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, shari
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
-    """Return the items (the weights to export), with a common scale for those that runtimes fuse, in formats with a tensor scale.
+    """Return the items (the weights to export), with a common scale for each group of weights that runtimes fuse, such as query,
+    key and value. Only items in a format with a scale for the whole tensor change.
 
     canonical: maps tensor names in the files to canonical names in the model.
     """
@@ -36,9 +37,11 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
 def with_packed_scales(
     items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
 ) -> list[ExportTensor]:
-    """Return the items (the weights to export) with `packed_into` set for those that loading packs into one weight. If the packed
-    weight has one scale for several of them, they get a common scale. Raises UserError if an item's own codes and scales would
-    differ from those in the packed weight. placements: the model's tensor into which each tensor of the files is loaded.
+    """Return the items (the weights to export), with `packed_into` set for each one that loading packs with others into one weight.
+    If a scale of the packed weight covers several items, they get a common scale.
+
+    placements: the model's tensor into which each tensor of the files is loaded. Raises UserError if the packed weight can't have
+    the same scales as its items, for example because a block would extend over two items.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]

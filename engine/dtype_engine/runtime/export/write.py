@@ -169,8 +169,11 @@ def _write_values(
     out: _Target,
     lost: list[ValueLoss] | None,
 ) -> None:
-    """Cast values to the dtype of `item` and write them at the file offsets `offsets`. If the cast makes values infinite or zero,
-    append their counts to `lost`. If `lost` is None, such values are not counted.
+    """Cast the values of a weight to the dtype of `item` and write them. If the cast makes values infinite or zero, append their
+    counts to `lost`. If `lost` is None, such values are not counted.
+
+    offsets: the file offset of each tensor that stores the weight: of its values or, in a format with scales, of its codes, its
+    scales and the format's other tensors.
     """
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:

@@ -60,9 +60,11 @@ class BlockWork:
         self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
 
     def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
-        """Quantize some rows of the weight, of any float dtype, and return them as a chunk. first, first_scale: the index of the
-        first row in the weight, and of its row of scales. Only finite values determine the scales. An infinity becomes the largest
-        code. NaN stays NaN if the element type has NaN, and becomes 0 otherwise.
+        """Quantize some rows of the weight, of any float dtype, and return them as a chunk.
+
+        first: the index of the first of these rows in the weight. first_scale: the index of their first row of scales in the
+        weight's grid of scales. Only finite values determine the scales. An infinity becomes the largest code. NaN stays NaN if the
+        element type has NaN, and becomes 0 otherwise.
         """
         rows = len(source)
         self._values[:rows, : self.width].copy_(source)

@@ -115,8 +115,7 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
-    """Return the inputs of a model of pictures or audio, with a note that lists the options which the user set and which have no
-    effect on them.
+    """Return `inputs` with a note on the options that the user set and that have no effect on a model of pictures or audio.
 
     Such options (chat format, length and number of sequences) are no error, because they may come from a configuration file for all
     models.

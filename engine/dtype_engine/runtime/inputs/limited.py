@@ -160,10 +160,11 @@ def _growth(decoder: Any) -> int:
 
 
 def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> list[dict[str, Any]]:
-    """Run `job` with `limited_child.py` in a child process, and return the list that the child writes.
+    """Run `limited_child.py` in a child process, and return the list that it writes.
 
-    memory: how many bytes the child may use in addition to the imported libraries. pieces: the number of texts, for each of which
-    the child may use the time limit. Raises _Ended if the child exceeds a limit or fails.
+    job: what the child runs, either a chat template or a tokenizer's steps, with the texts to run it on. memory: how many bytes the
+    child may use in addition to the imported libraries. pieces: the number of texts; the child may use the time limit for each of
+    them. Raises _Ended if the child exceeds a limit or fails.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

@@ -206,7 +206,11 @@ def _conversation(sample: TextSample) -> Conversation:
 def apply_chat_template(
     tokenizer: Any, conversations: Sequence[Conversation], title: str, limits: InputLimits
 ) -> list[str]:
-    """Convert conversations to texts with the tokenizer's chat template. Raises UserError."""
+    """Convert conversations to texts with the tokenizer's chat template, which runs in a child process.
+
+    title: the name of the model, for errors. limits: the limits on the template's time and the length of its texts. Raises
+    UserError if there is no template, if it fails or if it exceeds a limit.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{conversations[0][0]}: {title} has no chat template; {hint('no-chat')}")
     return run_template(title, tokenizer.get_chat_template(), tokenizer, conversations, limits)
@@ -269,7 +273,7 @@ def _with_targets(model: LiveModel, batch: Batch) -> Batch:
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
     """Return the token that a causal language model should predict at each position (-100: no token), or None for other models.
-    row: token ids [batch, positions].
+    row: the token ids of one or more sequences, [batch, positions].
     """
     name, config = type(model.module).__name__, getattr(model.module, "config", None)
     if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):

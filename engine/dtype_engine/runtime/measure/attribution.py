@@ -63,7 +63,9 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The results for one module or subtree: the drift of the main output in the report's unit, and its own output's SQNR in dB."""
+    """The results for one module or subtree: how much its casts make the main output drift, in the unit of the attribution report;
+    and the SQNR in dB of the module's own output, or None if this is unknown.
+    """
 
     drift: float
     local_sqnr_db: float | None
@@ -77,7 +79,8 @@ MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
 class _Base:
     """What the reference produced for one batch: the main output, the outputs of modules, and outputs to reuse in later passes.
 
-    uses: for each module, how many module calls had finished before it first used a weight whose cast changes the results.
+    uses: for each module, how many module calls had finished before the module first used a weight whose cast changes the results.
+    A pass in which only this module uses cast weights can reuse the outputs of these calls.
     """
 
     batch: Batch

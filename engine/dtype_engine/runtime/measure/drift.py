@@ -69,7 +69,9 @@ class DriftMeter:
     settings: RunSettings = field(default_factory=RunSettings)
     budget: int = field(default_factory=budget_for)
     working: int = field(default_factory=memory_budget)
-    """Maximum number of bytes of reference outputs for the sequence being compared, used even if they exceed `budget`."""
+    """Maximum number of bytes of reference outputs to hold while one sequence is compared. Unlike `budget`, it does not limit what
+    is kept for later measurements, and it may exceed what is left of `budget`.
+    """
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)

@@ -17,8 +17,10 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""A progress callback, called as `on_tokens("reference" | "candidate", done, most)` with the number of generated tokens and its
-maximum, over both runs of all prompts. If a text ends early, its missing tokens count as generated.
+"""A progress callback, called as `on_tokens("reference" | "candidate", done, most)`.
+
+done: the number of tokens generated until now, by the reference and the candidate together, for all prompts. If a text ends early,
+its missing tokens count as generated. most: the largest number that `done` can reach.
 """
 
 

@@ -110,8 +110,11 @@ class _OpObserver(TorchFunctionMode):
         return result
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return a number that the running operation's dtype can't represent: the first of `numbers` (the operation's arguments)
-        that is infinite in `dtype`, or else the last one until now that became 0 in this module. None if there is no such number.
+        """Return a number in the code of `module` that becomes infinite or zero in `dtype`, the running operation's dtype. Returns
+        None if there is none.
+
+        numbers: the float arguments of the operation. The first of them that is infinite in `dtype` is returned. If there is none,
+        the result is the number that most recently became zero in an operation of this module.
         """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
@@ -303,7 +306,7 @@ def _better_in_float32(
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
     """Yield rules to try as a remedy, from narrow to wide: for the culprit's weight, its module, and the modules above it. Inside a
     list of numbered layers, a rule for the layer and all later ones is added. The last two rules cast the whole model, first to
-    bfloat16, then to float32. A weight that float32 does not hold needs float64.
+    bfloat16, then to float32. If the culprit is a weight with values beyond float32's range, the first rule casts it to float64.
     """
     patterns: list[str] = []
     if culprit is not None:
@@ -336,7 +339,9 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Return whether an argument is a non-finite number. The model then requests a non-finite result itself."""
+    """Return whether an argument of a torch call is an infinite number or NaN. A non-finite result is then what the model's code
+    asked for, and no error.
+    """
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
 

@@ -23,11 +23,11 @@ class Step:
 
 
 class MeasurementPlan:
-    """Plans which sequences a measurement runs, and in which of them modules are compared.
+    """Plans the order in which a measurement runs the sequences, and in which of them modules are compared.
 
-    order: the sequence numbers in the order of running. outline: names of the modules that are observed in sequences without module
-    comparison, or None (all) until a full pass has been run. cached: the modules of `outline` whose outputs later measurements may
-    reuse.
+    order: the sequence numbers in the order of running. outline: names of the modules that are observed in the sequences in which
+    modules are not compared. Until one pass has observed all modules, `outline` is None, which means all. cached: the modules of
+    `outline` whose outputs are kept, so that later measurements can reuse them.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -51,7 +51,9 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether the plan compares modules in a sequence even if the listener does not request all modules."""
+        """Return whether modules are always compared in the sequence with this number. In other sequences, they are compared only
+        if the listener of the measurement requests it.
+        """
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:

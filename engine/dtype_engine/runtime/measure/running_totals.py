@@ -142,7 +142,7 @@ class RunningTotals:
 
     @property
     def extent(self) -> Extent:
-        """How many of the sequences the metrics cover, and the metrics' estimated errors relative to all sequences."""
+        """The number of compared sequences, and an estimate of how far each metric is from its value over all sequences."""
         sequences = [self._comparison.sequences[number] for number in self.numbers]
         errors = (None, None) if self._routed and len(sequences) < self._total else self._errors(sequences)
         return Extent(
@@ -156,7 +156,9 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of (relative L2 error, mean KL), as estimates for all sequences; None if unknown."""
+        """Return the relative standard errors of the relative L2 error and of the mean KL, as estimates of their values over all
+        sequences. An error is None if it is unknown.
+        """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
         squares = [each.sums.noise / each.sums.energy if each.sums.energy else 0.0 for each in sequences]

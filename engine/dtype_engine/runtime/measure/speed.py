@@ -20,8 +20,9 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""A progress callback, called as `on_passes(variant, done, total)` with the numbers of passes. If a variant needs fewer passes than
-planned, the passes that are saved count as done.
+"""A progress callback, called as `on_passes(variant, done, total)`. variant: the variant of the model that is being timed. done,
+total: the number of finished passes and of all planned passes. If a variant needs fewer passes than planned, the passes that are
+saved count as done.
 """
 
 
@@ -75,8 +76,9 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time the model as currently cast. label, mix: name and dtypes of the variant. candidate: whether run settings apply.
-    on_passes: called with the number of passes begun.
+    """Time passes over all inputs with the model as currently cast. label, mix: the name of the variant that this model is, and the
+    dtypes of its weights. candidate: whether the run settings apply; if False, the default settings are used. on_passes: called
+    with the number of passes begun.
     """
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call

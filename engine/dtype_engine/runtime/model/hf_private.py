@@ -16,8 +16,9 @@ from torch import nn
 
 
 def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
-    """Return the name patterns of tensors that a module's class declares to keep in float32, as (regular expression, attribute).
-    Each expression is searched for in the names of the tensors, as they are within the module.
+    """Return the name patterns of tensors that a module's class declares to keep in float32, as pairs (regular expression,
+    attribute of the class). A tensor is kept in float32 if the expression matches anywhere in its name, which is relative to
+    `module`.
 
     In transformers, a word in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` matches every module whose
     dotted name contains this word. In diffusers, the attribute is `_skip_layerwise_casting_patterns`. A class without any of these
@@ -76,12 +77,12 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Find out into which weight of the loaded model transformers loads each tensor of the files that it renames or packs.
+    """Return into which weight of the loaded model transformers loads each tensor of the files that it renames or packs.
 
-    live: the weights of the loaded model. Returns for each name in the files: (name in `live`, whether several tensors are packed
-    into this weight, position in the packed weight). The position is (index of the matrix along the first dimension or None if
-    there is one matrix, number of the tensor among those stacked in this matrix's rows). It is None if the tensors are combined in
-    another way. If a transformers function is missing, the result is empty.
+    live: the weights of the loaded model, by name. The result is keyed by names in the files. Its values are (name in `live`,
+    whether several tensors are packed into this weight, position of the tensor in the packed weight). The position is (index of the
+    matrix, or None if the weight is a single matrix; number of the tensor among those stacked in this matrix's rows). It is None if
+    the tensors are combined in another way. If a transformers function is missing, the result is empty.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -149,9 +150,11 @@ one matrix that consists of all tensors, one below the other.
 def _places(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each packed tensor in its weight: (index of the matrix or None, number of the tensor in its rows).
-    converters: those that transformers uses for the model. found: for each tensor, the name of the weight in the loaded model and
-    the pattern of the tensor's converter.
+    """Return where each tensor of the files is in the weight into which transformers packs it: (index of the matrix, or None if the
+    weight is a single matrix; number of the tensor among those stacked in this matrix's rows).
+
+    found: for each tensor, the name of its weight in the loaded model, and the name pattern by which a converter of transformers
+    selects the tensor (None if no converter does). converters: all converters that transformers uses for the model.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:

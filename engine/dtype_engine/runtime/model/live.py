@@ -151,8 +151,8 @@ class LiveModel:
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
-    """The weights, keyed by the `id` of the tensor object in the module, and the unpacked values of weights that another program
-    packed.
+    """The weights, keyed by the `id` of the tensor object in the module. Weights that another program packed are added once they
+    are unpacked; `weights` does not contain their unpacked values.
     """
 
     @classmethod

@@ -58,7 +58,8 @@ def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor in the form that its file stores. A tensor in a GGUF block format becomes float32 values.
+    """Return a tensor as its file stores it, for example codes without their scales. Only a tensor in a GGUF block format is
+    converted, to float32 values.
 
     Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """

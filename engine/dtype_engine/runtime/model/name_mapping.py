@@ -28,8 +28,8 @@ class Placement:
     part: bool
     """Whether loading packs several stored tensors into the live one, of which this is one."""
     place: tuple[int | None, int] | None = None
-    """The position in a live tensor that is packed from several stored tensors: (index of the matrix along the first dimension, or
-    None if there is one matrix; number of the tensor among those stacked in this matrix's rows). None if they are not stacked, for
+    """Where this tensor is in a live tensor that is packed from several: (index of the matrix along the first dimension, or None if
+    there is one matrix; number of the tensor among those stacked in this matrix's rows). None if the tensors are not stacked, for
     example because they are transposed.
     """
 
@@ -55,9 +55,9 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
 
 
 def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Return the entries of `placements` for the tensors that must keep their stored dtype on loading: those in a compute dtype,
-    and those that this program's export stored with scales. All others, such as integers and weights that other programs quantised,
-    are left to transformers.
+    """Return the entries of `placements` for the tensors that must be in the model exactly as the files store them. These are the
+    tensors in a compute dtype such as bfloat16, and the weights that this program exported as codes and scales. All others, such as
+    integers and weights that other programs quantised, stay as transformers loads them.
     """
     return {
         name: placement

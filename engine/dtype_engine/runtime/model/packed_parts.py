@@ -1,7 +1,7 @@
 """Live weights that loading packs from several stored tensors (their parts): the order of the parts, and the scales of the weight.
 
-A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to the whole weight. If a
-scale of the packed weight covers only one part, that part has the same scale in the file.
+One scale of the packed weight may cover a block, a row, a matrix (an expert) or the whole weight. If it covers values of one part
+only, the file stores the same scale for this part. If it covers several parts, the file must store equal scales for them.
 """
 
 from __future__ import annotations

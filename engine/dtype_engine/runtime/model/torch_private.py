@@ -82,9 +82,12 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""A function that calls the module in its first argument as torch does, with the module's hooks."""
+"""torch's usual implementation of a module call: a function that calls the module in its first argument, with the module's hooks.
+"""
 _INSTEAD = "_compiled_call_impl"
-"""The attribute of a module that torch calls instead of `as_called` if it is set. `Module.compile` sets it."""
+"""The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function in place of the usual
+implementation of a module call.
+"""
 
 
 def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:

@@ -19,9 +19,10 @@ def unpack(live: LiveModel) -> None:
     """Make compressed-tensors unpack its weights now. By default, it unpacks them in the first forward pass, which may be
     cancelled.
 
-    compressed-tensors multiplies codes by scales in the dtype of the scales, so the scales are cast to float32 until this is done.
-    The reference uses the float32 products. The candidate uses the products rounded to the stored dtype of the scales, as
-    transformers does. The layers are set not to round their inputs, as for this program's own exports.
+    compressed-tensors multiplies codes by scales in the dtype of the scales. The scales are therefore cast to float32 before the
+    weights are unpacked, and restored afterwards. The reference uses the float32 products. The candidate uses the products rounded
+    to the stored dtype of the scales, as transformers does. The layers are set not to round their inputs. Layers that this program
+    has exported do not round theirs either.
     """
     compressor = getattr(getattr(live.module, "hf_quantizer", None), "compressor", None)
     if compressor is None or not hasattr(live.module, "ct_decompress_hook"):

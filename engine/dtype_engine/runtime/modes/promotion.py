@@ -1,8 +1,9 @@
 """Runs calls whose float arguments have several dtypes. If torch refuses a call, the call runs with one common dtype instead.
 
-Whether torch refuses is found by calling it, and is remembered for each operation and form of arguments (their dtypes, numbers of
-dimensions, layouts and flags). The common dtype is that of the weights among the arguments (promoted, if the weights have several
-dtypes), else the promoted dtype of all float arguments. An operation that writes to an argument uses that argument's dtype.
+Whether torch refuses a call is found by trying. The answer is remembered for later calls of the same operation whose arguments have
+the same dtypes, numbers of dimensions, layouts and flags. The common dtype is that of the weights among the arguments (promoted, if
+the weights have several dtypes), else the promoted dtype of all float arguments. An operation that writes to an argument uses that
+argument's dtype.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ _KEEP_DTYPES = frozenset({"to", "type", "type_as", "view_as", "expand_as", "resh
 """Operations to which no promotion applies: they use their second tensor only for its dtype or shape, or they return a dtype."""
 _NO_CONTEXT = nullcontext()
 _accepted: set[Any] = set()
-"""Calls with several dtypes that torch accepts, each as a key of the function and the dtypes of its arguments (see `_form`)."""
+"""Calls with several dtypes that torch accepts. A call is represented by a key: the function, and properties of the arguments such
+as their dtypes (see `_form`).
+"""
 _refused: set[Any] = set()
-"""Calls with several dtypes that torch refuses but runs if all arguments have one dtype, each as a key of the function and the
-dtypes of its arguments.
+"""Calls with several dtypes that torch refuses, but runs if all arguments have one dtype. They have the same keys as in
+`_accepted`.
 """
 
 
@@ -59,8 +62,8 @@ class MixedCallSite(CallSite, Protocol):
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the running operation, to which casts inside it are attributed. It is "" if the model's code itself asked for a
-    dtype, so that casts inside the operation are not implicit.
+    """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code itself passed a
+    `dtype`: casts inside the operation are then explicit, and are not recorded.
     """
     added: bool
     """Set to True once a torch call has run with other arguments than the model's code passed."""

@@ -24,8 +24,8 @@ class ReferenceMode(WeightMode):
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 
-    widened: reused memory for large widened weights, for use on a CPU without gradients, and only if no other mode keeps the
-    tensors that it sees. If None, each widened weight is in new memory.
+    widened: memory that large widened weights use one after another, on a CPU without gradients. Since each weight overwrites the
+    previous one, no other mode may keep the tensors that it sees. If None, each widened weight is in new memory.
     """
 
     def __init__(

@@ -4,8 +4,9 @@
    format with scales, such as float8; in the reference, weights that are not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
-If a pass writes to a weight, the new values last only until the pass ends; the module then has its previous weights. Each pass
-therefore starts like the first one, and values computed from the weights at the first call are computed from the cast weights.
+If a pass writes to a weight, the new values last only until the pass ends. The module then has its previous weights again, so that
+each pass starts like the first one. If the model's first call changes weights, every pass repeats this, starting from the weights
+as they are cast then.
 """
 
 from __future__ import annotations
@@ -110,10 +111,14 @@ class WeightMode(TorchFunctionMode):
         self.first_use: dict[int, int] = {}
         """For each used weight, by `id` of its tensor: how many module calls had finished before the weight was first used."""
         self.operation = ""
-        """The running operation's name, to which casts inside it are attributed, or "" if the model's code asked for a dtype."""
+        """The name of the running operation, with which casts inside it are recorded. "" if the model's code itself passed a
+        `dtype`: casts inside the operation are then explicit, and are not recorded.
+        """
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes in which the module holds the weights that this pass replaces, without float32 and float64."""
+        """The dtypes in which the module holds the weights that this pass replaces, except float32 and float64. Tensors of these
+        dtypes are checked for replaced weights that the mode has not recognised (see `revealed`).
+        """
         self.written: dict[int, torch.Tensor] = {}
         """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
@@ -122,7 +127,9 @@ class WeightMode(TorchFunctionMode):
         """(tensor, copy of its old values) by `id`, for weights and `kept` tensors that the pass changed through a view."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """Dtypes that recurrent modules see for their weights instead of the real ones, by `id` of the weight."""
+        """The dtype that the running recurrent module sees when it reads the dtype of its first weight, keyed by the `id` of this
+        weight. The module compares it with the dtype of its inputs, which have been cast to it.
+        """
 
     @property
     def wrote(self) -> bool:
@@ -302,8 +309,9 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments with some tensors replaced: those that hold the memory of a replaced weight, but that the mode did
-        not recognise, because it did not see how they were made (by `torch.vmap`, or by `nn.Parameter(weight)`).
+        """Return the arguments of a call with hidden weights replaced. A hidden weight is a tensor that shares the memory of a
+        replaced weight without being known to the mode, which did not see how it was made (by `torch.vmap`, or by
+        `nn.Parameter(weight)`).
 
         Raises NoForward if such a tensor is only a part of the weight, or inside of another transform, such as `torch.func.grad`.
         """
@@ -391,8 +399,8 @@ class WeightMode(TorchFunctionMode):
         return values
 
     def _value(self, key: int) -> torch.Tensor:
-        """Return the values that replace one weight if it is used outside of operations, where no activation decides the dtype.
-        key: the `id` of its tensor.
+        """Return the values that replace one weight where no activation decides their dtype: if the model's code reads a property
+        such as `weight.T`, or changes the weight. key: the `id` of the weight's tensor.
         """
         return self.current_values({key: self.weights[key]}, None, "")[key]
 
@@ -427,7 +435,9 @@ class WeightMode(TorchFunctionMode):
         return replace_tensors(args, kwargs, new)
 
     def _written_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor to which the pass writes in place of a weight's tensor."""
+        """Return the copy to which the pass writes instead of `tensor`, the tensor of a weight. The copy is made at the first
+        write.
+        """
         key = id(tensor)
         self.note_use(key)
         if key not in self.written:

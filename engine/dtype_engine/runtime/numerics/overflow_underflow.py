@@ -36,8 +36,8 @@ the dtype. The value is None if the cast only rounds values.
 
 
 class _Counts(NamedTuple):
-    """How many values a cast loses in one piece of a tensor (some rows or elements). `ValueLoss` describes the fields. Its own
-    fields are the sums over all pieces.
+    """How many values a cast loses (they become infinite or zero, or saturate) in one piece of a tensor (some rows or elements).
+    `ValueLoss` describes fields of the same names, which are sums over the whole tensor.
     """
 
     overflowed: int = 0

@@ -104,8 +104,8 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Pass a module's output on to the observer and the cache. If the output is from an earlier pass, pass on that pass's
-        records of this call and all calls inside it, which were skipped.
+        """Pass a module's output on to the observer and the cache. If the output is reused from an earlier pass, the module and the
+        calls inside it did not run. The earlier pass's records of all these calls are passed on instead.
 
         began: the number of calls that had finished when the module began.
         """

@@ -1,8 +1,8 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions, of which the decoder's mask and labels of -100 leave out some. If no position is left out, the mask is None, so that
-comparisons need no copy of the outputs without the padding.
+positions, of which the decoder's mask and labels of -100 leave out some. A mask that leaves out no position is replaced by None.
+Outputs are then compared as they are, without copying the positions to compare.
 """
 
 from __future__ import annotations

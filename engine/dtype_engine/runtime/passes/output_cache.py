@@ -50,12 +50,11 @@ def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
     """Return the record of a finished call. observed: what the observer returned for it. span: how many calls had finished when it
-    began, and when it ended.
+    began, and when it ended. weights: the `id`s of the model's weights.
 
-    The record has no reusable output if the output contains objects other than tensors and plain values (such as a key-value
-    cache), or a tensor of one of these kinds: one of `weights` (by `id`) or a view of it, whose dtype may change the dtype of later
-    operations; a tensor with an autograd graph; a tensor without a version counter; a nested tensor; a tensor inside of
-    `torch.vmap`.
+    The record holds the output for reuse only if the output consists of tensors and plain values, without other objects such as a
+    key-value cache. None of the tensors may be a weight or a view of a weight (its dtype may change the dtype of later operations),
+    have an autograd graph, lack a version counter, be a nested tensor, or be inside of `torch.vmap`.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):

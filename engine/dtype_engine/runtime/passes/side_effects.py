@@ -13,7 +13,9 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 _DEPTH = 6
 """Maximum nesting depth at which arguments are inspected. A key-value cache may hold lists of layers with tuples of tensors."""
 Found = list[tuple[Any, Any]]
-"""(object, version): the version is a value that changes if the object does: a tensor's version counter or a container's length."""
+"""Pairs (object, version). The version is a value that changes if the object does: a tensor's version counter or a container's
+length.
+"""
 
 
 class SideEffects:
@@ -35,8 +37,9 @@ class SideEffects:
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """Record whether a module has changed its arguments. depth: number of modules that are still running around it. Records of
-        calls inside it that ended with an exception are dropped.
+        """Record whether a module has changed its arguments, when its call ends. depth: the number of modules that are still
+        running around it. Calls inside it that ended with an exception never reach this method; what `begin` recorded for them is
+        dropped.
         """
         del self._given[depth + 1 :]
         args, kwargs, before = self._given.pop()

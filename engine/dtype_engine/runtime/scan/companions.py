@@ -1,10 +1,10 @@
-"""Finds the companions of a weight: the other weights of an operation in which it is the smallest, for example the matrix
-beside a bias.
+"""Finds the companions of a weight: the other weights of an operation in which this weight is the smallest. For example, the
+companion of a bias is the matrix of its layer.
 
 An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values
-are promoted to float32. Whether activations are rounded is therefore an effect of all these weights together. It is scored once,
-with the smallest weight: its score in a compute dtype is what its cast adds if its companions already are in this dtype.
-The scores of the weights of an operation then add up to the drift of the whole operation.
+are promoted to float32. Activations are therefore rounded only if all these weights are cast. This common effect is counted once,
+in the score of the smallest weight. In a compute dtype, this score is the drift with all weights of the operation cast, minus the
+drift with only the companions cast. The scores of the weights of an operation then add up to the drift of the whole operation.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 
 
 class CompanionsMode(TorchFunctionMode):
-    """Stores in `found` the companions of each weight that is the smallest of an operation. It goes around the mode of a pass."""
+    """Observes a pass: for each operation with several weights, stores the companions of the smallest one in `found`, by its name.
+    mode: the mode of the pass, which has to be entered inside this one.
+    """
 
     def __init__(self, found: dict[str, tuple[str, ...]], mode: WeightMode) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Finds the weights of operations whose output dtype the model's code reads. In 16 bits, such a weight also affects other
-operations than its own.
+"""Finds the weights of operations whose output dtype the model's code reads. If such a weight is cast to 16 bits, other operations
+may compute in another dtype, too.
 
-For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors do not
-include this effect, so these few weights are measured in the 16-bit dtypes by separate passes.
+For example, a Llama computes the cosines and sines of positions (RoPE) in the dtype of the embeddings' output. Local errors, each
+of which is the error of a single operation, do not include this effect. These few weights are therefore measured in the 16-bit
+dtypes by separate passes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ MOST = 2
 def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
-    """Return the (weight, dtype) pairs to measure by separate passes in the sequence number `sequence`.
+    """Return the (weight, dtype) pairs to measure by separate passes in the sequence number `sequence` of `sequences` sequences.
 
-    read: the weights of operations whose output dtype was read, in the order of the pass. If there are enough sequences, they take
-    turns: each measures one pair, and one sequence in every round measures none, so that the average is below one pass per
-    sequence. wanted: the dtypes in which each weight is scored.
+    If there are few sequences, each measures all pairs. If there are many, they take turns: in each round, every pair is measured
+    in one sequence, and one further sequence measures none, so that the average is below one pass per sequence. read: the weights
+    of operations whose output dtype was read, in the order of the pass. wanted: the dtypes in which each weight is scored.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]

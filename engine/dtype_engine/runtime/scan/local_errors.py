@@ -1,7 +1,8 @@
 """Local errors: the output of an operation with one of its weights in another dtype, minus its output in the reference.
 
-`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference. The error of the
-smallest of several weights in a compute dtype is what its cast adds to those of the other weights: see `companions`.
+`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference. There is one
+exception, for an operation with several weights: in a compute dtype, the local error of the smallest weight is the output with all
+these weights cast, minus the output with all but this weight cast (see `companions`).
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """

@@ -1,9 +1,10 @@
-"""Measures weights whose effect on the output the scan can't follow, each in a separate pass.
+"""Measures weights whose effect on the output the scan can't follow with gradients, each in a separate pass.
 
-An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or gives it to
-code that no mode sees. `WeightOpRecorder.unfollowed` holds the first three kinds of weights. Those of the last kind have an
-estimate of 0, as have weights that the model does not use. To tell these apart, one pass casts all weights with an estimate of 0,
-or as many of them as fit into memory.
+An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or passes it to
+code whose operations no torch-function mode can intercept. `WeightOpRecorder.unfollowed` holds the weights of the first three
+kinds. A weight of the last kind has an estimate of 0, like a weight that the model does not use. To find out which of these weights
+are used, one pass casts all of them, or as many as fit into memory. If the output changes, further passes cast half of them, and so
+on.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ _NOISE = 4.0
 class CastWeightsMode(ReferenceMode):
     """Runs the reference with some weights in other dtypes, like the candidate of a recipe that casts only these weights.
 
-    The module holds the cast values during the pass, so that code which no mode sees uses them, too.
+    During the pass, the module's own tensors hold the cast values. Operations that no torch-function mode can intercept therefore
+    use the cast values, too.
 
-    cast: the dtype of each weight, keyed by the weight's name.
+    cast: the dtype of each of these weights, keyed by the weight's name.
     """
 
     def __init__(
@@ -79,11 +81,11 @@ def measure_unfollowed(
     followed: Collection[str],
     errors: LocalErrors,
 ) -> dict[Key, float]:
-    """Return the drift of each weight that the scan did not follow, in each of its dtypes.
+    """Return the measured drift of each weight whose effect on the output the scan could not follow, in each of its dtypes.
 
-    drift: returns the drift of a pass that casts weights, given as a mapping from names to dtypes. costly: the dtypes in which each
-    weight is to be scored. unfollowed: the weights of which a use was not recorded. followed: the weights with an estimate that is
-    not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
+    drift: a function that casts some weights, given as a mapping from names to dtypes, runs a pass, and returns its drift. costly:
+    the dtypes in which each weight is to be scored. unfollowed: the weights that the model used in a way that was not recorded.
+    followed: the weights with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]

@@ -55,8 +55,9 @@ def _joined(one: SavedScan, other: SavedScan, file: Path) -> SavedScan:
 
 
 def _forward_seconds(one: SavedScan, other: SavedScan) -> float:
-    """Return the time of plain forward passes for the scan merged from two. For an estimated scan, it is the sum of both times. For
-    an exact scan, it is the time of a single pass, so that of either scan will do.
+    """Return the time of plain forward passes, in seconds, for a scan that is merged from two. An estimated scan states the time of
+    the passes over all its sequences, so the two times are added. An exact scan states the time of one pass, so the time of either
+    is used.
     """
     if one.measured is None:
         return one.forward_seconds + other.forward_seconds

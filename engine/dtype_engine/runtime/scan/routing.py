@@ -13,8 +13,9 @@ estimated for each sampled call:
 - The drift that one swap costs. The reference runs again with the k-th and the next choice swapped for the tokens with the
   smallest margins.
 
-A token with margin m then swaps with probability Φ(-m/σ). Since it is random which tokens swap, the standard error increases. If
-most likely no token swaps (the expected number of swaps is below ln 2), no drift is added; otherwise, the expected drift is added.
+A token with margin m then swaps with probability Φ(-m/σ). Which tokens swap is random, and this adds to the standard error.
+If most likely no token swaps (the expected number of swaps is below ln 2), no drift is added; otherwise, the expected drift is
+added.
 
 This derivation is our own; we know of no publication that has it. Tests compare it with random changes of the margins, and with
 measurements of every single weight of mixtures of experts (tests/engine/runtime/scan/test_routing.py).

@@ -248,7 +248,9 @@ class _Gradients:
     squares: torch.Tensor
     """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
     apart: torch.Tensor
-    """For each row of `squares`, the column of the sums Σ g²Δ² (`SequenceScan._independent`) to which its products are added."""
+    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which the row's products with Δ²
+    are added.
+    """
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:

@@ -121,8 +121,8 @@ class WeightOpRecorder(ReferenceMode):
         """The weights whose own dtype was read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
         self._places = {_place(weight.tensor): key for key, weight in weights.items() if key not in self.replaced}
-        """The `id` of the tensor in `weights` or `_made` that is at each place in memory. It identifies tensors that were made by
-        `nn.Parameter(tensor)`, a call that no mode sees.
+        """The `id` of a tensor in `weights` or `_made`, keyed by the tensor's place in memory (see `_place`). By its place, a
+        tensor is recognised that was made by `nn.Parameter(tensor)`, a call that no mode sees.
         """
         self._opaque: set[int] = set()
         """The `id`s of weights whose values, after a write, are not a known function of their stored values."""

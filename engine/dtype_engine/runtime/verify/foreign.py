@@ -49,13 +49,14 @@ class _Side:
     decoded: frozenset[str] = frozenset()
     """The tensors whose values `read` computes from codes and scales, or from blocks."""
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """The tensors that belong to weights whose values are not decoded. Each has the weight's name before quantisation, and a phrase
-    that describes the weight.
+    """Two texts for each stored tensor of a weight that this program can't decode, keyed by the tensor's name: the name that the
+    weight had before it was quantised, and a phrase that describes the weight.
     """
 
 
 def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
-    """Return the tensors of a checkpoint, which loaders of other packages read, and decode those that are 8-bit codes with scales.
+    """Return the tensors of a checkpoint. They are read with loaders of other packages. Those that are stored as 8-bit codes with
+    scales are decoded.
 
     Raises UserError.
     """
@@ -157,8 +158,8 @@ class _Pairs:
     """Assigns to each tensor of the compared checkpoint the tensor of the source with which it is compared.
 
     same: the tensor's name in the source, keyed by its name in the checkpoint. extra: names of the checkpoint that the source
-    lacks. undecoded: the weights that can't be compared, because their values are not decoded in the checkpoint or in the source.
-    Each name has a phrase that describes the weight.
+    lacks. undecoded: a phrase that describes the weight, for each weight that can't be compared, because this program can't decode
+    its values in the checkpoint or in the source.
     """
 
     def __init__(self, theirs: _Side, ours: _Side, tree: Tree) -> None:

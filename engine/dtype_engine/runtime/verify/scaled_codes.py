@@ -83,7 +83,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _block(codes: tuple[int, ...], scales: tuple[int, ...], declared: tuple[int, ...]) -> tuple[int, int] | None:
-    """Return how many rows and columns of the codes [out, in] have one scale, or None if the shape of the scales fits no block."""
+    """Return how many rows and columns of the codes share one scale, or None if the shape of the scales fits no such block.
+
+    codes: the shape of the codes, [out, in]. scales: the shape of the scales. declared: the block size in the configuration, or ().
+    """
     rows, columns = codes
     if math.prod(scales) == 1:
         return rows, columns

@@ -37,8 +37,8 @@ from dtype_engine.runtime.verify.independent_block_formats import finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
-"""A function that compares an export's tensors in other processes. It yields pairs in any order: the indexes of some items of the
-plan, and a description of what is wrong with each of them, or None if it is correct.
+"""A function that compares the tensors of an export with its source in other processes. It yields pairs in any order: the indexes
+of some tensors in `Contents.items`, and for each of them what is wrong with it, or None if it is correct.
 """
 _HEAD, _TAIL = 1 << 20, 1 << 16
 """Numbers of bytes at the start and at the end of a file that its fingerprint covers. The header is at the start."""
@@ -56,7 +56,9 @@ class OpenExport:
     """Caches the largest |value| of tensors with a common scale, keyed by the tuple of their names."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
-        """Compare the planned items with these indexes. Returns what is wrong with each, or None. Raises UserError, Cancelled."""
+        """Compare some tensors of the export, given by their indexes in `contents.items`. Returns what is wrong with each, or None.
+        Raises UserError, Cancelled.
+        """
         found = []
         for index in indexes:
             if cancelled():

@@ -1,9 +1,9 @@
 """Decides in which sequences modules are compared, and which modules are watched in passes over the other sequences.
 
-Comparing the outputs of all modules takes a quarter as long as a pass, and up to as long as a pass for bfloat16 on processors with
-bfloat16 units. Modules are therefore compared in some sequences only, but over all elements of these: in the first one, which is
-short, and in later ones as long as these later ones have at most a sixth of the input elements that are run after the first
-sequence. The main output is compared in every sequence.
+Comparing the outputs of all modules takes a quarter of the time of a pass, and up to as long as the pass itself for bfloat16 on
+processors with bfloat16 units. Modules are therefore compared in some sequences only. One of them is the first sequence, which is
+short. The others are chosen so that they have at most a sixth of the input elements that are run after the first sequence. In the
+chosen sequences, all elements of the outputs are compared. The main output is compared in every sequence.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If a module call contains more than 1 / `_OUTLINE` of a pass's calls, the modules that are called directly inside it are
-observed, too.
+"""If one module call contains more than 1 / `_OUTLINE` of all calls of a pass, the modules that it calls directly are observed,
+too. If something inside it changes, the next pass can then still skip some of these calls.
 """
 
 

@@ -19,11 +19,11 @@ _REPORT_EVERY = 10
 
 
 class ModuleComparer(ModuleObserver):
-    """Observes a candidate's pass and compares each module output with the reference's at once, because the model may overwrite it
-    later. `sums` holds the results by module name.
+    """Observes a candidate's pass. Compares each module output with the reference's as soon as the module returns, because the
+    model may overwrite the output later. `sums` holds the results by module name.
 
     reference: the outputs that a `ModuleRecorder` recorded. on_sums: called from time to time with the sums that have changed.
-    kept: the positions to compare; if None, all. routing: detects tokens that are routed to other experts.
+    kept: the positions to compare; if None, all. routing: finds routers that send a token to another expert than in the reference.
     """
 
     def __init__(

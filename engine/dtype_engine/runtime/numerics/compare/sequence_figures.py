@@ -109,10 +109,11 @@ def sequence_figures(
 
 
 def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. m is the largest x of each row.
+    """Write e^(x - m) into the buffer `exponentials`, which may be `x` itself. x: logits [rows, classes]. m: the largest logit of
+    each row.
 
-    scored: one class for each row, [rows, 1]. Returns four tensors [rows]: Σ e^(x - m), m, the first class whose x is m, and x - m
-    of the class in `scored`.
+    scored: the index of one class in each row, [rows, 1]. Returns four tensors [rows]: Σ e^(x - m); m; the index of the first class
+    whose logit is m; and x - m of the class in `scored`.
     """
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
