@@ -84,8 +84,8 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read after a key press, if it has been shown for at least `READ_S` seconds or `surely` is
-        True.
+        """Mark the newest message as read. Called after a key press. Does nothing if the message appeared less than `READ_S`
+        seconds ago, unless `surely` is True.
         """
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
@@ -193,8 +193,8 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the letter j if the key is alt+j and the user may have pressed Escape and then j instead, likewise for other letters.
-    Returns None otherwise.
+    """Return the key j for alt+j, likewise for other letters, because the user may have pressed Escape and then j. Returns None if
+    the terminal has sent something that can only be Alt with a letter, and for all other keys.
 
     Most terminals send the same bytes for both. A terminal that distinguishes them sends alt+j without a character.
     """

@@ -46,8 +46,8 @@ from dtype_tui.windows import Windows
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 MOST_WINDOWS = 20
-"""A result that arrives opens a window only while fewer screens than this are open. Textual takes too long to draw a hundred
-windows over each other.
+"""Maximum number of open screens. If so many are open, a result that arrives does not open a window of its own, because Textual
+takes too long to draw a hundred windows over each other.
 """
 
 

@@ -20,7 +20,9 @@ from dtype_tui.widgets.prompts import CastPrompt
 from dtype_tui.widgets.tour_panel import TourPanel
 
 _LOOK_EVERY_S = 0.1
-"""Seconds between two checks whether a new window needs the panel and whether the step that waits for the engine is complete."""
+"""Number of seconds between two checks. Each check looks for a new window that needs the tour's panel, and whether the engine has
+done what the current step waits for.
+"""
 _ARROWS = {"↑": "Up", "↓": "Down", "←": "Left", "→": "Right"}
 """The names of the arrow keys. In ASCII mode, ↓ itself would become the letter v, which is another key."""
 

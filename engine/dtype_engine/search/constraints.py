@@ -46,8 +46,8 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What the user requires of a recipe that a search finds: constraints on dtypes, and the largest size in bytes (`budget`).
-    `lines` are the lines in which the user typed these.
+    """What the user requires of the recipe that a search finds: constraints on dtypes, and the largest size in bytes (`budget`,
+    None for no limit). `lines` are the lines in which the user typed both.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -55,10 +55,11 @@ class SearchConstraints:
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return these constraints, changed by one more line that the user typed: `keep PATTERN`, `alike PATTERN`, `only DTYPES`,
-        `only PATTERN=DTYPES`, `clear`, or a budget such as `8MiB`, `45%` or `budget 8MiB`.
+        """Return a copy of these constraints, changed as one more line of the user says. The line is `keep PATTERN`, `alike
+        PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or `clear`, which removes
+        all constraints.
 
-        stored_bytes: the size of the stored model, to which a percentage refers. Raises UserError.
+        stored_bytes: the size of the stored model. A budget in percent is a percentage of this size. Raises UserError.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

@@ -16,8 +16,8 @@ FAMILIES = {
     "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
     "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
 }
-"""The dtypes from which a search may choose, for each runtime. vLLM reads a separate layout for each layer (`recipe.serving`).
-SGLang reads one layout for the whole checkpoint, so it has only the two fp8 formats that share a layout. llama.cpp has only the
+"""The dtypes from which a search may choose, for each runtime. vLLM can read each layer in another format. SGLang reads one storage
+layout for the whole checkpoint, so its only quantized formats are the two fp8 formats that share a layout. llama.cpp has only the
 formats that `recipe convert` can write exactly.
 """
 FUSING = ("vllm", "sglang")
@@ -25,10 +25,11 @@ FUSING = ("vllm", "sglang")
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Return the user's `constraints` with those of a runtime added: layers that the runtime fuses must have one format, and each
-    weight may have only formats that fit its shape. family: the name of the runtime.
+    """Return the constraints of a search for a model that a runtime must be able to load: the user's `constraints`, and those of
+    the runtime. Layers that the runtime fuses must have one format, and each weight may have only formats that fit its shape.
+    family: the name of the runtime.
 
-    The user's patterns come after the runtime's, so that the user's patterns decide.
+    If a pattern of the user and one of the runtime match the same weight, the user's pattern decides.
     """
     if family not in FUSING:
         return constraints

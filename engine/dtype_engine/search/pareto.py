@@ -40,8 +40,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One or more weights that must have the same dtype. `choices` are the dtypes that they may have, sorted by bytes. A dtype is
-    left out if another one has at most its score and needs no more bytes.
+    """One or more weights that must have the same dtype. `choices` are the dtypes that these weights may have, sorted by bytes. A
+    dtype is left out if another dtype needs no more bytes and has no higher score.
     """
 
     weights: tuple[str, ...]
@@ -57,13 +57,15 @@ class Constraints:
     keep: tuple[str, ...] = ()
     """Patterns of weights that keep their stored dtype."""
     groups: tuple[str, ...] = ()
-    """Patterns. All weights in the same parent module that one pattern matches get the same dtype, as with `*.{q,k,v}_proj`."""
+    """Patterns such as `*.{q,k,v}_proj`. All weights that one of these patterns matches in the same parent module get the same
+    dtype.
+    """
     dtypes: tuple[str, ...] = ()
     """The dtypes that are allowed in addition to the stored dtype. If empty, all scanned dtypes are allowed."""
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Pairs (pattern, dtypes): a weight that matches the pattern may have only these dtypes. If several patterns match a weight,
-    the last one decides. Norms, biases and routers (`stays_wide`) may have a format with scales only if one of these patterns
-    matches them.
+    the last one decides. A norm, bias or router (`stays_wide`) may have a format with scales only if one of the patterns matches
+    it.
     """
 
 
@@ -190,8 +192,8 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of bytes against predicted drift. At its first point, every item has its smallest dtype; at each further
-    point, one more item has a larger dtype.
+    """The Pareto front of bytes against predicted drift, as a list of points. Each point stands for a choice of one dtype for every
+    item. At the first point, every item has its smallest dtype. From each point to the next, one item changes to a larger dtype.
     """
 
     items: Sequence[Item]
@@ -263,8 +265,8 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution in which each item has a given dtype. chosen: for each item, the index of this dtype in
-        `Item.choices`.
+        """Return the solution for one choice of dtypes. chosen: for each item, the index in `Item.choices` of the dtype that it
+        has.
         """
         planned = {
             name: item.choices[choice].dtype
@@ -286,14 +288,14 @@ def make_front(
 
 
 def _slope(low: Choice, high: Choice) -> float:
-    """Return by how much the score decreases for each additional byte if the dtype `low` of an item is replaced by the larger dtype
-    `high`.
+    """Return by how much an item's score decreases for each additional byte if the item changes from the dtype `low` to the larger
+    dtype `high`.
     """
     return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices of those possible dtypes of an item that lie on the lower convex hull of score over bytes."""
+    """Return the indices in `choices`, the possible dtypes of an item, of those on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -306,9 +308,9 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """A partial solution of `knapsack`, in which an entry of the first few rows is chosen. It holds the sums of the weights, costs
-    and reduced costs of these entries (`used` is the sum of reduced costs), the index of the entry chosen in the last of these
-    rows, and the partial solution for the rows before it.
+    """A partial solution of `knapsack`: one entry is chosen from each of the first rows, and none yet from the other rows.
+    `weight`, `cost` and `used` are sums over the chosen entries; `used` sums their reduced costs. `choice` is the index of the
+    entry chosen in the latest row, and `before` is the partial solution for the rows before it.
     """
 
     weight: float
@@ -376,7 +378,9 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Return the partial solutions in order of weight, without those that another one equals or beats in both weight and cost."""
+    """Return the useful ones of some partial solutions, sorted by weight. A partial solution is dropped if another one has neither
+    a higher weight nor a higher cost.
+    """
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []
     for state in states:

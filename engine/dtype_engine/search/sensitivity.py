@@ -20,8 +20,8 @@ from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:
-    """Return whether casting a weight from the dtype `stored` to `dtype` causes no drift, because `dtype` is at least as wide as
-    the reference's dtype: float64 for a weight stored in float64, otherwise float32.
+    """Return whether casting a weight from the dtype `stored` to `dtype` causes no drift. It causes none if `dtype` is at least as
+    wide as the reference's dtype, which is float64 for a weight stored in float64, and float32 for all others.
     """
     reference = "float64" if stored == "float64" else "float32"
     return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits

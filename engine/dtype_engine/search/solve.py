@@ -27,12 +27,12 @@ def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None
 
 
 def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
-    """Return up to `count` solutions: first the best one under a limit, as `solve` returns it, then the nearest points of the
-    front.
+    """Return up to `count` solutions: first the best one under a limit, as `solve` returns it, then points of the front that are
+    near it in bytes.
 
-    If `budget` is given, these points are the largest ones with no more bytes than the best solution. If `max_drift` is given, they
-    have fewer or more bytes than the best solution, because the predicted drift may be too low or too high. Raises the same errors
-    as `solve`.
+    With a limit on bytes (`budget`), these points need no more bytes than the best solution. With a limit on drift (`max_drift`),
+    they may need fewer or more bytes, because the drift is only predicted and may be too low or too high. Raises the same errors as
+    `solve`.
     """
     first = solve(front, budget, max_drift)
     indexes = range(len(front.points))

@@ -42,15 +42,15 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by another one that plans the same dtype for every tensor, so that its metrics stay valid. If
-    there are no metrics of it yet, the new recipe is measured.
+    """Replace the current recipe by another one that gives every tensor the same dtype. The metrics of the earlier recipe stay
+    valid. If it has no metrics yet, the new recipe is measured.
     """
 
     recipe: Recipe
 
 
 class SetSettings(Message, frozen=True):
-    """Use the given settings for all candidates from now on, and measure the current recipe again."""
+    """Use other settings for the passes of the cast model from now on, and measure the current recipe again."""
 
     settings: RunSettings
 
@@ -62,8 +62,8 @@ class Pause(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """Stop the running command and drop the waiting ones. If `name` is given, stop or drop only the commands with this name. The
-    current recipe stays the same. If its casts were stopped before all tensors were cast, the next command completes them.
+    """Stop the running command and drop the waiting ones. If `name` is given, stop or drop only commands with this name. The
+    current recipe stays the same. If this stops the casts to the recipe halfway, the next command completes them.
     """
 
     name: str | None = None
@@ -79,16 +79,16 @@ class Command(Message, frozen=True):
     rank: ClassVar[int] = 3
     """The rank of the command in the queue: commands of a lower rank run first."""
     once: ClassVar[bool] = True
-    """Whether a newer command of the same type replaces a waiting one."""
+    """Whether at most one command of this type waits in the queue: a newer one then replaces the waiting one."""
     needs_model: ClassVar[bool] = True
     """Whether the command can run only on a live model. If False, the files of a checkpoint suffice."""
     finishes: ClassVar[bool] = False
-    """Whether the command runs to its end even if a newer command would stop other commands. Only the user can stop it."""
+    """Whether only the user can stop the command while it runs. If False, a newer recipe or newer inputs can stop it too."""
 
 
 class SetInputs(Command, frozen=True):
-    """Use the inputs that `line` names, which is a prompt or the paths of files, and measure on them. A command that runs on the
-    old inputs is stopped. If the new inputs are refused, that command is run again.
+    """Use other inputs, and measure on them. `line` is a prompt, or the paths of files. A command that runs on the old inputs is
+    stopped. If the new inputs are refused, the stopped command runs again.
     """
 
     name = "inputs"
@@ -103,8 +103,8 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Whether to count the weight values that casts make infinite or zero even if the model is not loaded and many bytes of its
-    files must be read for this.
+    """Whether to count, in any case, the weight values that casts make infinite or zero. If False and the model is not loaded, they
+    are not counted when this would mean reading many bytes of the checkpoint's files.
     """
     in_full: bool = False
     """Whether to run all inputs and compare the outputs of modules over all of them. If a measurement is already running, it is
@@ -120,8 +120,8 @@ class ApplyRecipe(Command, frozen=True):
 
 
 class FollowUp(Command, frozen=True):
-    """A command that the worker runs after a measurement to complete it, for example to find out why the output is not finite. The
-    app shows the measurement and its follow-ups as one job.
+    """A command that the worker runs after a measurement to complete it, for example to find out why the output is not finite. In
+    the app, the measurement and its follow-ups appear as one job.
     """
 
     rank = 2
@@ -135,7 +135,7 @@ class FindNonfinite(FollowUp, frozen=True):
 
 
 class FindLossRemedy(FollowUp, frozen=True):
-    """Find rules with which the weight values that the current recipe's casts make infinite or zero are kept."""
+    """Find rules that keep the weight values which the current recipe's casts make infinite or zero."""
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None
@@ -162,7 +162,9 @@ class MeasureFloor(FollowUp, frozen=True):
 
 
 class TraceCasts(Command, frozen=True):
-    """Trace the implicit casts of one forward pass."""
+    """Trace the implicit casts of one forward pass: those inside operations that receive tensors of another dtype than they compute
+    in.
+    """
 
     name = "flow"
 
@@ -187,15 +189,15 @@ class CheckFiles(Command, frozen=True):
 
 
 class Generate(Command, frozen=True):
-    """Generate `tokens` tokens with the reference and the candidate."""
+    """Generate `tokens` tokens twice: with the float32 reference, and with the model cast to the current recipe (the candidate)."""
 
     name = "generate"
     tokens: int
 
 
 class Scan(Command, frozen=True):
-    """Scan the model: estimate for every weight how much the output drifts if only this weight is cast, for each of these dtypes.
-    Resumes the last scan if it had the same dtypes. A newer recipe interrupts the scan.
+    """Scan the model: estimate, for every weight and every dtype in `dtypes`, how much the output drifts if only this weight is
+    cast to this dtype. Resumes the last scan if it had the same dtypes. A newer recipe interrupts the scan.
     """
 
     name = "scan"
@@ -205,8 +207,8 @@ class Scan(Command, frozen=True):
 
 
 class MeasureRecipes(Command, frozen=True):
-    """Measure these recipes without making any of them the current one. If the user changes the current recipe meanwhile, this
-    command is interrupted until the new recipe is measured.
+    """Measure the recipes in `recipes` without making any of them the current one. If the user changes the current recipe
+    meanwhile, the new recipe is measured first, and then this command continues.
     """
 
     name = "recipes"

@@ -28,10 +28,13 @@ COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 THIS_MACHINE = "the engine"
 """The name of the engine on this machine in messages to the user."""
 SESSION = "{session}"
-"""The placeholder in a command's arguments for the token that identifies a lingering engine."""
+"""A placeholder in the command that starts an engine. It is replaced by a token that identifies the engine, so that the same
+command can later reconnect to it.
+"""
 _KEPT_OF_STDERR = 4096
 ENGINE_ENDED = 70
-"""The exit status of `dtype-engine stdio` if the lingering engine to which it relays has ended."""
+"""The exit status of `dtype-engine stdio` when it only relays messages to an engine in another process, and this engine has ended.
+"""
 
 
 class NoAnswer(UserError):
@@ -56,7 +59,9 @@ class EngineCommand:
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The arguments for reconnecting while the screen is open and ssh can't ask for a password. If empty, `arguments` are used."""
+    """The arguments for reconnecting while the app's screen is open, when nobody can answer ssh's question for a password. If
+    empty, `arguments` are used.
+    """
 
     @property
     def is_local(self) -> bool:

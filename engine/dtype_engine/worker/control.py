@@ -11,7 +11,7 @@ PROTOCOL = 3
 
 
 class Hello(Message, frozen=True):
-    """The engine's first message: its version, and whether it can go on with a model from an earlier connection."""
+    """The engine's first message on a connection: its version, and whether it still has a model open from an earlier connection."""
 
     protocol: int
     version: str

@@ -41,9 +41,9 @@ class Engine(ABC):
 
     @abstractmethod
     def check_path(self, path: str, for_export: bool) -> None:
-        """Request a `PathChecked` event: whether something exists at this path on the machine where a save would write to it. The
-        event is emitted at once, even while commands run. for_export: whether the path is the folder of an export; otherwise it is
-        a file.
+        """Request a `PathChecked` event: whether something exists at the path `path`, on the machine where a save would write to
+        it. The event is emitted at once, even while commands run. for_export: True if the path is the folder of an export, False if
+        it is a file.
         """
 
     @abstractmethod

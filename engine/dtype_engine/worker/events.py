@@ -37,8 +37,8 @@ class Event(Message, frozen=True):
 
 
 class LoadingProgress(Event, frozen=True):
-    """Reports that the model is being opened. `done` of about `total` modules of Python, which take most of the time, are imported.
-    A total of 0 means that the total is unknown.
+    """Reports progress while the model is being opened. Most of the time is spent on importing Python modules: `done` of about
+    `total` are imported. A total of 0 means that the number is unknown.
     """
 
     step: str
@@ -101,16 +101,14 @@ class CastDone(Event, frozen=True):
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
-    """The tensors in which casts make values infinite or zero or clip them, with the numbers of such values. None if these were not
-    counted.
-    """
+    """How many values casts make infinite, make zero or clip in each tensor that has such values. None if they were not counted."""
     reason: str = ""
-    """Why `lost` is None, that is, why the values that casts make infinite or zero were not counted; "" if they were."""
+    """If `lost` is None, why the values that casts make infinite or zero were not counted; otherwise ""."""
 
 
 class LossRemedyFound(Event, frozen=True):
-    """Reports rules with which the weight values that the recipe's casts make infinite or zero are kept, and the drift of the
-    output without and with these rules.
+    """Reports rules that keep the weight values which the recipe's casts make infinite or zero, and the drift of the output without
+    and with these rules.
     """
 
     recipe: Recipe
@@ -118,17 +116,19 @@ class LossRemedyFound(Event, frozen=True):
 
 
 class MeasuringProgress(Event, frozen=True):
-    """Reports that a measurement has processed `done` of `total` elements of the inputs, counted over all its passes."""
+    """Reports how far a measurement is: it has processed `done` of `total` input elements, such as tokens. An element counts once
+    in each pass over the inputs.
+    """
 
     recipe: Recipe
     run: str
-    """The pass that is running: "reference" or "candidate"."""
+    """The model that is running: "reference" (in float32) or "candidate" (cast to the recipe)."""
     done: int
     total: int
 
 
 class WorkingProgress(Event, frozen=True):
-    """Reports that a long command other than a measurement or a save is running and has done `done` of `total` steps."""
+    """Reports that a long command has done `done` of `total` steps. Measurements and saves have events of their own for this."""
 
     recipe: Recipe
     what: str
@@ -231,8 +231,8 @@ class ExportPlanned(Event, frozen=True):
 
 
 class PathChecked(Event, frozen=True):
-    """Reports whether a file or a non-empty folder exists at a path on the engine's machine (`taken`), and why nothing can be
-    written there (`reason`), or "" if something can.
+    """Reports whether a save can write to a path on the engine's machine. `taken`: whether a file or a non-empty folder exists
+    there. `reason`: why nothing can be written there, or "" if something can.
     """
 
     path: str
@@ -369,8 +369,8 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Return whether the event means that a model is now open or could not be opened. Garbage collection, which is off while a
-    model is opened, can then be resumed.
+    """Return whether the event ends the opening of a model, successfully or not. The caller then turns garbage collection on again,
+    which is off while a model is opened.
     """
     return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
         isinstance(event, OpenFailed) and not event.classes_follow

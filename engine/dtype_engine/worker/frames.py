@@ -1,4 +1,6 @@
-"""Frames messages in a byte stream: first a mark, then for each message its length (4 bytes, big-endian) and its bytes."""
+"""Separates the messages in a byte stream. The stream begins with a fixed sequence of bytes, the mark. Then each message follows as
+its length (4 bytes, big-endian) and its bytes.
+"""
 
 from __future__ import annotations
 

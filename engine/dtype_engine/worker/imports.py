@@ -16,7 +16,9 @@ def begin_imports() -> None:
 
 
 def finish_imports() -> None:
-    """Wait for the thread of `begin_imports`. If two threads import one package, one of them may see it partly imported."""
+    """Wait until the thread that `begin_imports` started has ended. Call this before importing torch in another thread, which might
+    otherwise see a partly imported package.
+    """
     if _thread is not None:
         _thread.join()
 

@@ -1,8 +1,8 @@
-"""An engine that outlives its connections. It listens on a socket that only its user can reach. For each connection, a relay
-process copies between that socket and the relay's standard input and output.
+"""An engine that keeps running when its connection is cut. It listens on a socket that only its user can reach. A relay process
+connects an app to the engine: it copies bytes between this socket and its own standard input and output.
 
-Only the user may enter the sockets' folder. A running engine holds a lock on its log file, so a relay can tell, without connecting,
-whether the engine is still running.
+Only the user may enter the folder of the sockets. A running engine holds a lock on its log file, so a relay can tell, without
+connecting, whether the engine is still running.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _reach(
 
 @contextlib.contextmanager
 def _folder_locked() -> Iterator[None]:
-    """Lock the working directory during the block, so that only one of two relays starts the engine."""
+    """Lock the working directory during the block. Without the lock, two relays that start together might both start an engine."""
     lock = os.open(".", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

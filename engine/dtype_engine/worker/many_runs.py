@@ -113,11 +113,11 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the worker processes, which open the session's model, or None if the work should run in this process. If they can't
-        be started or fail, they are closed, and the next call starts new ones.
+        """Yield the worker processes with the session's model open in them, or None if the work should run in this process. If the
+        processes can't be started or fail, they are closed, and the next call starts new ones.
 
-        private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is anything to run;
-        if False, None is yielded.
+        private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is any work; if
+        False, None is yielded.
         """
         workers = self._model.options.workers
         if workers is None or not needed:

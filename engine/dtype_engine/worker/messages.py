@@ -179,7 +179,9 @@ class AnswerDecoder:
 
 
 def _is_safe(value: object) -> bool:
-    """Return whether no text in a decoded message has to be escaped. Raises ValueError for integers that no event has."""
+    """Return whether a decoded message can be shown as it is, because all its text is printable. Raises ValueError for an integer
+    that is too large for any event.
+    """
     if isinstance(value, str):
         return is_printable(value)
     if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
@@ -190,9 +192,9 @@ def _is_safe(value: object) -> bool:
 
 
 def safe(value: Any, exact: bool = False) -> Any:
-    """Return a message or a value in it without characters that a terminal would interpret. Fields of the type `Name` stay
-    unchanged, because they must equal the names and patterns in the app; they are escaped where they are drawn. exact: whether
-    `value` is in such a field.
+    """Return a message, or a value in it, with control characters escaped, so that a terminal does not interpret them. Fields of
+    the type `Name` stay unchanged, because the app compares them with its own names and patterns; they are escaped where they are
+    drawn. exact: whether `value` is in such a field.
     """
     if isinstance(value, str):
         return value if exact else without_controls(value)

@@ -9,11 +9,11 @@ from dtype_engine.worker import events
 
 
 class Outbox:
-    """A thread-safe queue of events. A newer event replaces a waiting one of the same type if both report a current state
-    (`REPLACEABLE`), such as progress.
+    """A thread-safe queue of events on their way to the app. If a newer event of the same type replaces what a waiting event
+    reports, such as progress (`REPLACEABLE`), the waiting event is dropped.
 
-    keep: whether to keep taken events until they are acknowledged, and return them again after the next `open`. Events are counted
-    in the order in which they are taken.
+    keep: whether events that were taken stay stored until the app acknowledges them. After the app has reconnected, `take` returns
+    them again. Events are numbered in the order in which they were first taken.
     """
 
     def __init__(self, keep: bool = False) -> None:

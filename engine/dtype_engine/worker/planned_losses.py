@@ -1,5 +1,5 @@
 """Counts the weight values in a checkpoint's files that casts make infinite or zero. This is used if the model could not be loaded.
-Many bytes are read only at the user's request.
+If the count requires reading many bytes, it is made only when the user requests it.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Seconds to wait before the first, second and further attempts to reconnect. The last wait is repeated. It is long because each
-attempt may be a login that the server refuses.
+"""The seconds to wait before each attempt to reconnect; the last number is used for all further attempts. The waits are long,
+because each attempt may be a login that the server refuses.
 """
 
 
@@ -84,8 +84,8 @@ def clear_up(request: SaveRequest) -> None:
 class EngineProcess(Engine):
     """An engine in a process that this object starts and in which it opens `model`. `emit` is called from this object's threads.
 
-    process: a process that the same command has already started. connection: a connection whose engine has already answered and has
-    been asked to open the model. session: the token that identifies a lingering engine.
+    process: a process that was already started with `command`. connection: a connection to an engine that has already answered and
+    has been asked to open the model. session: the token that identifies the engine when the app reconnects to it.
     """
 
     can_restart: ClassVar[bool] = True

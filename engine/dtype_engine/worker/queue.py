@@ -52,7 +52,7 @@ class Queue:
     failed: bool = False
     """Whether the last measurement ended without metrics."""
     in_full: bool = False
-    """Whether the running measurement must run all inputs."""
+    """Whether the running measurement must run all inputs, as the user can request even while it runs."""
     paused: bool = False
     """Whether scans are paused."""
     stopped: JobName | None = None
@@ -128,8 +128,8 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after its refused, stopped and dropped commands were emitted to the app: without the refused commands and,
-    if no command is running, also without the stopped and dropped ones.
+    """Return the queue after the app was told which commands were refused, stopped or dropped. Refused commands are forgotten.
+    Stopped and dropped commands are forgotten too, unless a command is still running.
     """
     if queue.running is not None:
         return replace(queue, refused=())
@@ -137,9 +137,8 @@ def reported(queue: Queue) -> Queue:
 
 
 def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """Return the names by which the app shows and cancels these commands of the queue. If only the model's files are available, a
-    measurement has the name of `CountStoredLosses`, because counting the values that casts make infinite or zero is all that it
-    then does.
+    """Return the names by which the app shows and cancels these commands. If only the model's files are available, a measurement
+    has the name of `CountStoredLosses`, because it can then do nothing but count the values that casts make infinite or zero.
     """
     counts_only = queue.available == "files"
     return tuple(

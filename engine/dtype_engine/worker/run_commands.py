@@ -54,8 +54,8 @@ kind.
 
 class CommandRunner:
     """Runs commands on the worker's thread. emit_memory: called when the casts of a measurement have changed the memory in use.
-    in_full: returns whether the running measurement must run all inputs and compare modules over all of them, whatever the options
-    say.
+    in_full: returns whether the running measurement must run all inputs and compare modules over all of them, even if the options
+    request fewer.
     """
 
     def __init__(

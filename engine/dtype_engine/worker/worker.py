@@ -1,7 +1,8 @@
 """One thread that owns the model. It accepts commands and emits events, and its callers never wait.
 
-A request becomes a command (`commands`). The queue decides which commands the new one supersedes and which runs next (`queue`), and
-the thread runs that one (`run_commands`). A superseded command stops within one module call.
+A request of the app becomes a command (`commands`). The queue decides which commands are superseded by a newer one, and which
+command runs next (`queue`). The thread runs the commands one by one (`run_commands`). A running command that is superseded stops
+within one module call.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def compose(
 
 
 def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts make values infinite or zero. Nothing is read for this: returns None if such values were
-    not counted before.
+    """Return the weights in which casts make values infinite or zero, or None if such values were not counted before. Nothing is
+    read or counted for this.
     """
     session = context.model.session
     if session is not None:

@@ -41,7 +41,7 @@ class _Opening:
 
     title: str
     reference: str | None
-    """The argument MODEL as typed on the command line, or None. `--resume` finds the model's saved session by it."""
+    """The argument MODEL as typed on the command line, or None. It identifies the model's saved session for `--resume`."""
     make_engine: Callable[[Callable[[Event], None]], Engine]
     """A function that creates the engine that opens the model. Its argument is the function that the engine calls with each event.
     """

@@ -37,8 +37,8 @@ def saved_session(model: str | None) -> SavedSession:
 
     If the model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python finds it.
 
-    Raises UserError if there is no such session. Also raises UserError if the session names Python code and its file could have
-    been written by another user: the user then has to name the code on the command line.
+    Raises UserError if there is no such session. Also raises UserError if `model` is None, the saved session names Python code as
+    its model, and another user could have written the session's file. The user then has to name the code on the command line.
     """
     saved = newest_session(model)
     if not is_python(saved.model):

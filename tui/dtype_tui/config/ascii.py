@@ -66,8 +66,8 @@ class AsciiFilter(LineFilter):
 
 
 def line_in_ascii(line: str) -> list[str]:
-    """Return the ASCII text to draw for each character of a line. The texts together are as wide as the line. Where a character's
-    text has two characters, such as `->`, the text of a blank elsewhere in the line is "" instead.
+    """Return, for each character of a line, the ASCII text to draw in its place. The texts together are as wide as the line. If a
+    text has two characters, such as `->`, a blank elsewhere in the line gets the text "" to make room.
     """
     drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
@@ -82,11 +82,11 @@ def line_in_ascii(line: str) -> list[str]:
 
 
 def _spare_blank(drawn: list[str], index: int) -> int | None:
-    """Return the index of a blank in the line `drawn` that can be removed because the replacement at `index` has two characters, or
-    None.
+    """Return the index of a blank in the line `drawn` that can be removed, or None if there is none. Its removal makes room for the
+    replacement at `index`, which has two characters.
 
-    Blanks in gaps of two or more are preferred: the nearest to the right or, if there is none, the nearest to the left. Otherwise a
-    single blank next to `index` is used.
+    A blank in a gap of two or more is preferred: the nearest to the right or, if there is none, the nearest to the left. Otherwise
+    a single blank next to `index` is used.
     """
     after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
     gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from textual.theme import Theme
 
 IN_THE_TERMINALS_COLOURS = ("textual-dark", "ansi-dark", "ansi-light")
-"""In these themes (the default one and the two ANSI themes), the tree has the terminal's own foreground and background colours."""
+"""The themes in which the tree has the terminal's own foreground and background colours: the default theme and the two ANSI themes.
+"""
 
 HIGH_CONTRAST = Theme(
     name="high-contrast",

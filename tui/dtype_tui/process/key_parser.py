@@ -19,11 +19,11 @@ _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 
 
 class KeyParser(XTermParser):
-    """Parses an Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
+    """Parses Escape and a character that arrive together: as Alt with the character if it is a letter, otherwise as two keys.
 
-    Textual's own parser then waits 0.1 s for more bytes. If an arrow key or a reply of the terminal arrives within that time, that
-    parser turns Escape and the character into text (`^q`). It turns Escape and a digit into a character of another keyboard, such
-    as `¡`.
+    Textual's own parser waits 0.1 s after Escape and a character for more bytes. If an arrow key or a reply of the terminal arrives
+    within that time, it turns Escape and the character into text (`^q`). It also turns Escape and a digit into a special character,
+    such as `¡`.
 
     All characters between the beginning and the end of a paste become the text of the paste. Textual's parser would turn escape
     sequences in the text, and the characters after an unknown escape sequence, into keys.
@@ -34,8 +34,8 @@ class KeyParser(XTermParser):
         self._pasted: str | None = None
         """While a paste is arriving, the part of its text that has arrived; otherwise None."""
         self._begun = ""
-        """The last characters that have arrived, if they may be the beginning of `_PASTE`; otherwise "". Only the first of them,
-        Escape, was passed on to Textual's parser.
+        """The last characters that have arrived, if `_PASTE` begins with them and the rest of it may follow; otherwise "".
+        Textual's parser has got only the first of them, Escape.
         """
 
     def feed(self, data: str) -> Iterable[Message]:

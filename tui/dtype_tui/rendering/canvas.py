@@ -40,15 +40,17 @@ class Axes:
     left: float
     right: float
     low: float
-    """The smallest y if `linear`, or else its logarithm to base ten."""
+    """The lower end of the vertical axis: the smallest y on a linear axis, its logarithm to base ten on a logarithmic axis."""
     high: float
-    """The largest y if `linear`, or else its logarithm to base ten."""
+    """The upper end of the vertical axis: the largest y on a linear axis, its logarithm to base ten on a logarithmic axis."""
     zero: bool
     """Whether there is a separate line for zero."""
     linear: bool = False
 
     def level(self, y: float) -> float | None:
-        """Return where `y` is drawn on the vertical axis: `y` itself or its logarithm, or None for a y that is drawn as zero."""
+        """Return the position of `y` on the vertical axis: `y` itself on a linear axis, its logarithm to base ten on a logarithmic
+        axis. Returns None if `y` is drawn as zero.
+        """
         if self.linear:
             return y
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)

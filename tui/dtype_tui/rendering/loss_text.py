@@ -42,11 +42,11 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
 def loss_rows(
     lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
 ) -> list[tuple[str, str]]:
-    """Return rows (label, words) of the Drift pane: the tensors in which casts make values infinite or zero or clip them, and the
-    rules that prevent this.
+    """Return rows (label, text) of the Drift pane about tensors in which casts make values infinite or zero or clip them: how many
+    values, and rules that prevent this.
 
-    lost: how many such values each tensor has, or None if this is unknown because of `reason`. remedy: the rules. remedy_next:
-    whether the next press of the key for remedies applies `remedy`.
+    lost: the tensors, or None if they are unknown. reason: why they are unknown. remedy: the rules. remedy_next: whether the next
+    press of the key for remedies applies `remedy`.
     """
     if lost is None:
         return [("values", printable(reason, 300))] if reason else []

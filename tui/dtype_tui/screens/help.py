@@ -141,11 +141,11 @@ class HelpScreen(ModalScreen[None]):
 def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """Return what the help lists: sections (title of a screen or prompt, keys with descriptions), and the explanations (title,
-    text).
+    """Return the two parts of the help: the sections, each as (title of a screen or prompt, its keys with descriptions), and the
+    explanations of terms, each as (title, text).
 
-    The main screen is first, the tree second. Descriptions begin with a lower-case letter here, unlike in the command palette.
-    words: (title, text) of the explanations. chosen: the user's own keys, by binding id.
+    The main screen comes first, then the tree. Descriptions begin with a lower-case letter here, unlike in the command palette.
+    words: explanations to which this function adds those of two windows. chosen: the user's own keys, by binding id.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -248,8 +248,9 @@ def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
 
 
 def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
-    """Return the search results: keys whose name, section or description contains `wanted`, and sentences that contain `wanted`.
-    places, explained: the sections and explanations of the help.
+    """Return what the help says about `wanted` as a text: the keys whose label, section or description contains it, and the
+    sentences of explanations that contain it. places: the help's sections. explained: its explanations, each as (title, text).
+    width: the text's width in cells.
     """
     wanted = wanted.strip().lower()
     page = Text()

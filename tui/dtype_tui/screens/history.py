@@ -146,9 +146,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
-        """Return a word that rates the drift of a measurement. The noise floor is considered only if it was measured on the same
-        inputs.
-        """
+        """Return a rating of a measurement's drift. The rating considers the noise floor if it was measured on the same inputs."""
         return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property

@@ -25,10 +25,11 @@ MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """Shows the current inputs, and a line for new ones. Enter asks the engine for the inputs in the line. The window stays open
-    and shows them when they are ready.
+    """Shows the current inputs, and a line in which the user names other inputs. After Enter, the window stays open. It shows the
+    new inputs when the engine has prepared them.
 
-    compared: number of positions that the last measurement compared. ask: called with the text of the line.
+    compared: at how many positions of the output, such as tokens, the last measurement compared the models; None if unknown. ask:
+    called with the text of the line.
     """
 
     HELP = (
@@ -113,8 +114,8 @@ class InputsScreen(ModalScreen[None]):
 
 
 def inputs_table(summary: InputsSummary, compared: int | None = None) -> Table:
-    """Return a table of the inputs: a description, their sources, and a row for each call of the model. compared: number of
-    compared positions.
+    """Return a table of the inputs: a description, their sources, and a row for each call of the model. compared: at how many
+    positions of the output, such as tokens, the last measurement compared the models; None if unknown.
     """
     head = PlainTable.labelled()
     for index, part in enumerate(summary.made_of):

@@ -66,11 +66,11 @@ def _close_once(
 
 
 def _draw_over(window: Screen[Any]) -> RenderableType | None:
-    """Return what to draw for a window: the screen below it, tinted by the window's background. Returns None if the window is not
-    open.
+    """Return what to draw behind a window: the screen below it, tinted by the window's background. Returns None if the window is
+    not open.
 
-    Textual would find the screen below in a list that drawings of other windows change. If windows open and close meanwhile, two
-    windows can each be drawn over the other, and drawing them never ends.
+    Textual finds the screen below in a list that changes while other windows are drawn. If windows open and close meanwhile, two
+    windows can each be drawn over the other, without end.
     """
     stack = window.app.screen_stack
     place = stack.index(window) if window in stack else 0
@@ -107,7 +107,9 @@ class CommandPalette(_CommandPalette):
 
     @on(Input.Submitted)
     async def choose_once_searched(self, event: Input.Submitted) -> None:
-        """Let Enter choose only after the search has finished. Textual would choose from the results for a part of the text."""
+        """Make Enter wait until the search for the whole text has finished. Textual would choose at once, from the results for the
+        text as it was some keys earlier.
+        """
         event.prevent_default()
         event.stop()
         for search in [worker for worker in self.workers if worker.node is self]:

@@ -35,7 +35,7 @@ _RESTS_S = 0.05
 """Number of seconds that the cursor must rest on a point before the app computes the point's rules."""
 _MOST_ZOOM = 64
 _AROUND = 2
-"""Number of neighbours on either side of a point that are measured together with the point."""
+"""Number of points on either side of the cursor whose recipes are measured together with the one under the cursor."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -226,8 +226,8 @@ class OptimiseScreen(ModalScreen[None]):
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 
     def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
-        """Return whether x is in the visible part of the plot, whose centre is the point under the cursor. points: (bytes, drift)
-        of the whole front, in the units of the plot.
+        """Return whether the point at `x` on the horizontal axis is visible. The centre of the visible part is the point under the
+        cursor. points: (bytes, drift) of every point of the front, in the units of the plot.
         """
         if self.zoom == 1:
             return True
@@ -235,8 +235,8 @@ class OptimiseScreen(ModalScreen[None]):
         return abs(x - points[self.index][0]) <= width / 2
 
     def _measured(self) -> list[tuple[int, float]]:
-        """Return (planned bytes, drift in the unit of the scan) of each recipe that was measured on the current inputs and
-        settings.
+        """Return (planned bytes, measured drift) of each recipe that was measured on the current inputs and settings. The drift is
+        the metric that the scan predicts: the mean KL or the squared relative L2 error.
         """
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
@@ -280,7 +280,7 @@ class OptimiseScreen(ModalScreen[None]):
         return text
 
     def point_measurement(self) -> Point | None:
-        """Return the measurement of the point under the cursor, if there is one."""
+        """Return the measurement of the recipe at the point under the cursor, or None if it was not measured."""
         recipe = self.recipe
         return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
 
@@ -319,7 +319,9 @@ class OptimiseScreen(ModalScreen[None]):
         self.app.push_screen(comparison_screen(self.experiment, point, current))
 
     def action_measure(self) -> None:
-        """Measure the point under the cursor and its neighbours: in parallel if there are several workers, else one by one."""
+        """Measure the recipes at the point under the cursor and at its neighbours: in parallel if there are several worker
+        processes, otherwise one by one.
+        """
         front, here = self.front, self.solution
         if front is None or here is None:
             return

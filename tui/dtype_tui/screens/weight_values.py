@@ -79,7 +79,8 @@ def exponent_histogram(stats: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """Return a mark for the worst effect of a cast, to a dtype without scales, on values from 2^first to 2^(first + step).
+    """Return a mark for the worst that a cast does to absolute values from 2^first to 2^(first + step). row: the dtype of the cast,
+    which has no scales.
 
     "∞": a value overflows. "0": a value becomes zero. ":": a value is subnormal and loses bits. "|": all values are in the normal
     range.

@@ -45,7 +45,7 @@ class ModelFacts:
     inputs: str = ""
     """A description of the inputs that the model runs on."""
     inputs_summary: InputsSummary | None = None
-    """What the inputs of each call are, or None until the engine has prepared them."""
+    """A summary of the inputs with which the model is called, or None until the engine has prepared them."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
     live: bool = False
@@ -81,11 +81,13 @@ class Experiment:
     """The measured recipe with which the tree and the panes compare the current one."""
     scan: ScanState = field(default_factory=ScanState)
     same_plan: bool = False
-    """Whether the last change of the recipe changed no tensor's planned dtype. The measurement is then still valid."""
+    """Whether the last change of the recipe left every tensor's planned dtype as it was, so that the existing measurement is still
+    valid.
+    """
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
-    """The plan of the current recipe for a new tree, and the totals of each of its nodes. `prepare` computes both in advance for
-    the next `replace_tree`.
+    """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
+    node. `prepare` computes both in advance for the next call of `replace_tree`.
     """
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
     """The latest drift reports over all current inputs, by recipe and settings. An undo shows the report of its recipe at once."""

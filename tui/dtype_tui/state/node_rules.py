@@ -17,8 +17,8 @@ def tensor_names(tree: Tree, node: str) -> set[str]:
 
 
 def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
-    """Return two lists of rule indices: of the rules that match only tensors of this node, and of the rules that match tensors of
-    this node and others.
+    """Return two lists of indices of rules: first the rules that match only tensors at or below a node, then the rules that match
+    such tensors and also others.
     """
     inside_node = tensor_names(tree, node)
     inside: list[int] = []
@@ -31,8 +31,8 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
 
 
 def never_cast_count(tree: Tree, node: str) -> int:
-    """Return how many tensors at or below a node are never cast because they belong to quantised weights or the model does not use
-    them. Tensors whose dtype alone prevents a cast are not counted.
+    """Return how many tensors at or below a node can't be cast because they belong to quantised weights, or because the model does
+    not use them. Tensors of a dtype that is never cast, such as integers, do not count.
     """
     if (module := tree.modules.get(node)) is not None:
         return tree.never_cast[module.end] - tree.never_cast[module.first]
@@ -47,7 +47,9 @@ def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
 
 
 def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
-    """Return the nodes whose castable tensors are all planned in another dtype than stored, without nodes inside such nodes."""
+    """Return the names of the topmost nodes that the plan casts completely: each castable tensor at or below such a node is planned
+    in another dtype than it is stored in. Nodes below a returned node are left out.
+    """
     castable, changed = [0], [0]
     for tensor in tree.order:
         castable.append(castable[-1] + tensor.castable)

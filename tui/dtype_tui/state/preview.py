@@ -33,7 +33,9 @@ class Preview:
     uncastable: str
     """The name of the first tensor that matches but is not cast, and the reason, as text. "" if there is no such tensor."""
     fused: str = ""
-    """A few words on how the rule affects weights that runtimes fuse with matching weights, or "" if it does not."""
+    """What happens to other weights if the rule casts only some of the weights that a runtime fuses into one, as text: for example,
+    `k_proj, v_proj: new scale`. "" if nothing happens to them.
+    """
 
 
 def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:

@@ -31,7 +31,9 @@ _DECADES = 3
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A measured recipe, with its measured drift and the drift that the scan predicts for it, both in the unit of the scan."""
+    """A measured recipe, with its measured drift and the drift that the scan predicts for it. Both are in the unit of the scan's
+    scores.
+    """
 
     recipe: Recipe
     bytes: int
@@ -171,8 +173,8 @@ class ScanState:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """Return (score as text, bar, heat) of a node for the dtype shown. The heat is a number from 0 to 1; 1 for the score of the
-        whole model.
+        """Return what the tree shows of a node's score for the dtype shown: (score as text, bar, heat). The heat is the score on
+        the scale from 0 to 1 of `heat`, which determines the colour.
 
         Without a score, both texts are "" and the heat is 0.
         """
@@ -183,7 +185,9 @@ class ScanState:
         return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
 
     def heat(self, score: float) -> float:
-        """Return a score on a logarithmic scale: 1 for the whole model's score, and 0 for a 1,000th of that or less."""
+        """Return a score on a logarithmic scale from 0 to 1: 1 for the score of the whole model, 0 for a thousandth of that or
+        less.
+        """
         finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
         whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
         if math.isinf(score):

@@ -18,8 +18,10 @@ class MessageLine(Static):
     """Shows the app's latest message, and is hidden if there is none.
 
     In a window, the widget takes lines of its own at the bottom. On the main screen, it covers the end of the panes, but neither
-    the line with the keys nor the tree. in_place: whether it is on the main screen. It then keeps its place in the layout while it
-    is hidden, so that nothing else moves when a message appears, unless this message has more or fewer lines than the last one.
+    the line with the keys nor the tree.
+
+    in_place: whether the widget is on the main screen. It then takes its place in the layout even while it is hidden. Therefore the
+    other widgets do not move when a message appears, unless this message has more or fewer lines than the last one.
     """
 
     DEFAULT_CSS = """

@@ -35,7 +35,9 @@ _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
 _LOST_MARK = "lost"
-"""Takes the place of the dtype in a pair (text, dtype) whose text is a warning about values that casts make infinite or zero."""
+"""Marks a warning among the texts of the dtype column. The texts are pairs (text, dtype). A warning about values that casts make
+infinite or zero has this word in place of the dtype.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +224,9 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return the module's SQNR under the baseline recipe, and the difference of the SQNR under the current recipe from it."""
+    """Return two cells of a module as one segment: its SQNR under the baseline recipe, and by how much its SQNR under the current
+    recipe is higher (+) or lower (-).
+    """
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)

@@ -46,7 +46,7 @@ class Row:
 
 def first_opened(tree: Tree) -> set[str]:
     """Return the names of the nodes that are open at the start: from the root down to the first node with several children, and the
-    children of this node, unless it or they have very many children.
+    children of that node. The children stay closed if there are more than 12, and so does a child with more than 64 children.
     """
     node = tree.root
     opened = {""}
