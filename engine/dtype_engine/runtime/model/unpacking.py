@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dtype_engine.checkpoint.packed_weights import COMPRESSED, packed_weights
@@ -28,7 +30,7 @@ def unpack(live: LiveModel) -> None:
     if compressor is None or not hasattr(live.module, "ct_decompress_hook"):
         return
     layers = {name: child for name, child in live.module.named_modules() if getattr(child, "quantization_scheme", None)}
-    scales = {name: getattr(child, "weight_scale", None) for name, child in layers.items()}
+    scales: dict[str, Any] = {name: getattr(child, "weight_scale", None) for name, child in layers.items()}
     stored = {name: scale.data for name, scale in scales.items() if scale is not None}
     for name, data in stored.items():
         if data.dtype in _SHORT_FLOATS:
