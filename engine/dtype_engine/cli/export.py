@@ -25,8 +25,7 @@ from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import CastReport, ComparedTensor, ExportReport, VerifyReport
 
 if TYPE_CHECKING:
-    from dtype_engine.checkpoint.source import Source
-    from dtype_engine.core.options import Options
+    pass
 
 NO = 1
 _SHOWN = 20
@@ -115,7 +114,10 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
         if drift or workers is not None:
             option = "--drift" if drift else "--workers"
             raise UserError(f"{folder} is no export of this program: {option} is only for these")
-        return _verify_foreign(folder, source, options, as_object)
+        from dtype_engine.runtime.verify.foreign import compare_foreign
+
+        compared = compare_foreign(folder, source, options, _rate("comparing"))
+        return _print_comparison(compared, cast_text(compared, _SHOWN), as_object)
     from dtype_engine.runtime.verify.verify import verify as check
 
     if workers is None:
@@ -128,26 +130,16 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
             threads = started.threads(options.threads, _TENSOR_BYTES)
             compare = comparing(started.pool(_TENSOR_BYTES), threads, folder, source, options)
             report = check(folder, source, drift, options, _rate("comparing"), elsewhere=compare)
+    return _print_comparison(report, verify_text(report, _SHOWN), as_object)
+
+
+def _print_comparison(report: VerifyReport | CastReport, text: str, as_object: bool) -> int:
+    """Print a comparison of a checkpoint with its source, as JSON if `as_object`, otherwise as `text`. Returns the exit status."""
     say("")
     if as_object:
         print_json(as_json(report) | {"same": report.same})
     else:
-        answer(verify_text(report, _SHOWN))
-    return 0 if report.same else NO
-
-
-def _verify_foreign(path: Path, source: Source, options: Options, as_object: bool) -> int:
-    """Compare a checkpoint that another program wrote with its source, print the result, and return the exit status. path: that
-    checkpoint. options: how both are opened. as_object: whether to print the result as JSON.
-    """
-    from dtype_engine.runtime.verify.foreign import compare_foreign
-
-    report = compare_foreign(path, source, options, _rate("comparing"))
-    say("")
-    if as_object:
-        print_json(as_json(report) | {"same": report.same})
-    else:
-        answer(cast_text(report, _SHOWN))
+        answer(text)
     return 0 if report.same else NO
 
 
