@@ -77,13 +77,18 @@ def test_an_export_is_verified_opened_and_exported_again(dtype: str, tensors: Pa
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
 
 
-def test_one_wrong_code_or_scale_is_found(tensors: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    export_checkpoint(open_checkpoint(tensors), "source", recipe("*=nvfp4"), out)
+def written_as(tensors: Path, pattern: str, out: Path) -> tuple[Path, dict[str, torch.Tensor], dict[str, str]]:
+    """The file of an export, with its tensors and metadata as safetensors reads them."""
+    export_checkpoint(open_checkpoint(tensors), "source", recipe(pattern), out)
     file = out / "model.safetensors"
     with safe_open(file, framework="pt") as opened:
         metadata = opened.metadata()
-    written = load_file(file)
+    return file, load_file(file), metadata
+
+
+def test_one_wrong_code_or_scale_is_found(tensors: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    file, written, metadata = written_as(tensors, "*=nvfp4", out)
     for name in ("b.weight_quantized_packed", "b.weight_scale", "b.weight_global_scale"):
         changed = {other: tensor.clone() for other, tensor in written.items()}
         changed[name].view(torch.uint8).view(-1)[0] ^= 1
@@ -154,11 +159,7 @@ def test_what_no_file_has_is_refused_in_a_sentence(make_llama: Callable[..., Pat
 def test_codes_are_those_of_one_weight(tensors: Path, tmp_path: Path) -> None:
     """A name may end as the codes of another weight do, so that both would be read of one tensor."""
     out = tmp_path / "out"
-    export_checkpoint(open_checkpoint(tensors), "source", recipe("*=int8"), out)
-    file = out / "model.safetensors"
-    with safe_open(file, framework="pt") as opened:
-        metadata = opened.metadata()
-    written = load_file(file)
+    file, written, metadata = written_as(tensors, "*=int8", out)
     codes = next(name for name in written if name.endswith("_quantized"))
     name = codes.removesuffix("_quantized")
     save_file(
