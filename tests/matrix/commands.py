@@ -277,6 +277,29 @@ def verify(job: Job) -> str:
     return "a flipped bit is found"
 
 
+def verify_theirs(job: Job) -> str:
+    """A file that safetensors wrote, of what plain torch makes of the source, is an exact cast until one value is changed."""
+    castable, file = job.made.castable, job.work / "theirs.safetensors"
+    cast = {
+        name: (tensor.to(BF16) if name in castable else tensor).contiguous().clone()
+        for name, tensor in distinct(job.made.tensors).items()
+    }
+    codes = {name for name, tensor in cast.items() if job.made.scales and tensor.dtype == torch.float8_e4m3fn}
+    name = max(cast, key=lambda name: _numbers_in(cast[name]))
+    for changed in (set(), {name}):
+        for each in changed:
+            cast[each].view(torch.uint8).view(-1)[-1] ^= 0x80  # the sign
+        save_file(cast, file)
+        wrong = codes | changed  # codes without their scales are other values
+        said = program("verify", str(file), "--against", *job.model, "--json", status=1 if wrong else 0)
+        found = json.loads(said)
+        assert found["same"] == (not wrong)
+        assert {each["name"] for each in found["tensors"] if each["differing"] != 0} == wrong
+        assert not found["differences"]
+        assert not found["uncompared"]
+    return "safetensors.torch.save_file"
+
+
 def load_back(job: Job) -> str:
     """What others' loaders, and ours, make of the export."""
     made, target = job.made, job.work / "out"
@@ -411,6 +434,7 @@ COMMANDS: dict[str, Way] = {
     "scan": scan,
     "export": export,
     "verify": verify,
+    "verify theirs": verify_theirs,
     "load back": load_back,
     "report": report,
     "recipe lint": recipe_lint,
