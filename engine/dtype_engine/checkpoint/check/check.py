@@ -113,7 +113,7 @@ def _unchecked(checkpoint: Checkpoint, values: bool) -> tuple[str, ...]:
         what = "pickles" if checkpoint.form == "pickle" else "GGUF files"
         said.append(f"scales and values of {what} are not read")
     if not values and checkpoint.form not in ("pickle", "gguf"):
-        said.append("values: --values reads them for NaN, infinities and constants")
+        said.append("values: dtype-engine check --values reads them for NaN, infinities and constants")
     return tuple(said)
 
 
