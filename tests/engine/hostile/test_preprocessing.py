@@ -43,9 +43,9 @@ def test_a_text_that_makes_a_tokenizer_panic_is_named(tmp_path: Path) -> None:
     shortened = {"type": "Replace", "pattern": {"Regex": "^import"}, "content": "i "}
     settings["normalizer"] = {"type": "Sequence", "normalizers": [shortened, settings["normalizer"]]}
     (folder / "tokenizer.json").write_text(json.dumps(settings))
-    why = str(de.open(str(folder)).no_forward)
-    fails = "model: its tokenizer.json makes the process that runs it fail"
-    assert why.startswith(fails)
+    session = de.open(str(folder))
+    assert session.no_forward is None  # on token ids at random
+    fails = "damaged or can't be loaded .model: its tokenizer.json makes the process that runs it fail"
     with pytest.raises(de.UserError, match=fails):
         de.open(str(folder), options=de.Options(prompts=("hello",)))
 

@@ -116,10 +116,10 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
     _tried.add(digest)
 
 
-def stays_in_limits(title: str, tokenizer: Any, text: str) -> bool:
-    """Return whether a tokenizer encodes and decodes the text within the default limits. Raises PartFails if it fails."""
+def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
+    """Return whether a tokenizer encodes and decodes the texts within the default limits. Raises PartFails if it fails."""
     try:
-        try_tokenizer(title, tokenizer, [text], InputLimits())
+        try_tokenizer(title, tokenizer, texts, InputLimits())
     except NoForward:
         return False
     return True

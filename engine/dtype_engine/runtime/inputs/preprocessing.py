@@ -44,7 +44,8 @@ def _load_tokenizer(folder: Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    if stays_in_limits(folder.name, tokenizer, DEFAULT_PROMPTS[0]):
+    # All prompts are tried, because the same texts are not tried again when they become inputs.
+    if stays_in_limits(folder.name, tokenizer, DEFAULT_PROMPTS):
         tokenizer.decode(tokenizer(DEFAULT_PROMPTS[0])["input_ids"])  # many faults of a tokenizer.json show only in use
     return tokenizer
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import struct
+import subprocess
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -258,6 +259,19 @@ def test_most_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypa
     monkeypatch.setattr("subprocess.run", started)
     for name in ("llama", "bert", "clip"):
         assert de.open(str(saved(name))).inputs is not None
+
+
+def test_a_tokenizer_is_tried_once_with_the_same_texts(
+    edited: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    changes = {"normalizer": replacing({"Regex": " {3,}"}, "c")}
+    folder = edited("llama", {"tokenizer_config.json": own, "tokenizer.json": changes})
+    started: list[object] = []
+    run_child = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *of, **how: (started.append(of), run_child(*of, **how))[1])
+    assert de.open(str(folder)).inputs is not None
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize("given", ["pixels", "pixels=", "pixels=-1", "colours=3", "pixels=1e9", "template_bytes=1"])
