@@ -13,7 +13,7 @@ from dtype_engine.runtime.export.contents import Contents
 
 
 def short(contents: Contents) -> str:
-    """Return one or two sentences on what the user gets by loading the export with diffusers or PEFT."""
+    """Return one or two sentences that say what the user gets by loading the export with diffusers or PEFT."""
     class_name = contents.layout.class_name
     if contents.layout.kind == "pipeline":
         return (

@@ -1,5 +1,6 @@
-"""Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. Weights that loading packs into
-one weight, such as the experts of a layer, also share a scale if the packed weight has one scale for them.
+"""Scales that several tensors of an export share. Weights that runtimes fuse into one matrix, such as query, key and value (see
+`core.fused`), share a scale. Weights that loading packs into one weight, such as the experts of a layer, also share a scale if the
+packed weight has one scale for them.
 """
 
 from __future__ import annotations

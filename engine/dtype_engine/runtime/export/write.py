@@ -220,8 +220,10 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code, from the file offset `at` on. counter:
-    counts the values that saturate or become zero; if None, they are not counted. Returns the scales.
+    """Quantize a tensor to float8 or int8 (a format without blocks), and write its codes, one byte each, from the file offset `at`
+    on. Returns the scales, which are not written.
+
+    counter: counts the values that saturate or become zero; if None, they are not counted.
     """
 
     def write(start: int, codes: torch.Tensor) -> None:
@@ -244,7 +246,9 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a block format and write it: packed codes chunk by chunk, then scales and the format's other tensors.
+    """Quantize a tensor to a block format and write all tensors that store it: first its packed codes, some rows at a time, then
+    its scales and the format's other tensors.
+
     offsets: where each of these tensors begins in the file. counter: counts the values that saturate or become zero; if None, they
     are not counted.
     """
@@ -268,8 +272,8 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
-    """Copy the bytes of a tensor from one file to another. Raises Cancelled, UserError and OSError. at: the offset in the target
-    file.
+    """Copy the bytes of a tensor from a source file to the offset `at` of the written file. Raises Cancelled, UserError and
+    OSError.
     """
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115

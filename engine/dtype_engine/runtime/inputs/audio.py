@@ -181,8 +181,10 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the spectrogram shape in the configuration, or None if the model accepts samples or no shape is specified. argument:
-    the name of the forward pass's audio argument.
+    """Return the two dimensions (mel bins and frames, in the order of the model) of the spectrogram that a model's configuration
+    specifies. Returns None if the configuration specifies none, or if the model accepts samples instead.
+
+    argument: the name of the forward pass's audio argument.
     """
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":

@@ -116,7 +116,9 @@ def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _checked(path: Path, value: Any) -> Any:
-    """Return the content of a pickle if it holds the arguments of one or several forward passes. Raises UserError otherwise."""
+    """Return `value`, the content of a pickle, if it holds the arguments of one or several forward passes. Raises UserError
+    otherwise.
+    """
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise UserError(f"{path} has no tensors")

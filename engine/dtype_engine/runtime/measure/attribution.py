@@ -203,7 +203,7 @@ class Attribution:
         done = 0
         while queue:
             _, name, members = heapq.heappop(queue)
-            parts = [Part(part, tuple(inside)) for part, inside in _opened(name, members)]
+            parts = [Part(part, tuple(inside)) for part, inside in _children_of(name, members)]
             if done and done + len(parts) > MOST_PASSES:
                 continue
             contributions.pop(name, None)
@@ -286,9 +286,11 @@ class _LocalError(ModuleObserver):
                 self._sums.add(sums)
 
 
-def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split the subtree `name`, which has these modules, into its children. Returns (child, its modules) for each. While there is
-    only one child, split this child instead.
+def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Split a subtree, the module `name`, into its children. Returns a pair for each child: the child's name, and those of
+    `modules` that are in it. If there is only one child, that child is split instead.
+
+    modules: the modules of the subtree that run operations with weights.
     """
     parts: dict[str, list[str]] = {}
     for module in modules:
@@ -298,7 +300,7 @@ def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
     if len(parts) == 1:
         only, members = next(iter(parts.items()))
         if only != name and len(members) > 1:
-            return _opened(only, members)
+            return _children_of(only, members)
     return list(parts.items())
 
 

@@ -45,8 +45,8 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 
 def budget_for(asked: int | None = None) -> int:
-    """Return how many bytes of outputs may be kept between measurements: `asked`, or if None a quarter of free memory up to
-    `MOST_KEPT`.
+    """Return how many bytes of outputs may be kept between measurements: `asked` or, if it is None, a quarter of the free memory,
+    at most `MOST_KEPT`.
     """
     return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
@@ -290,7 +290,9 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 
 
 def _precision(listener: MeasurementListener) -> float | None:
-    """Return the precision that the listener currently requests, or None if all inputs have to be run."""
+    """Return the relative standard error at which the measurement may currently stop, according to the listener. Returns None if
+    all inputs have to be run.
+    """
     return None if listener.precision is None else listener.precision()
 
 

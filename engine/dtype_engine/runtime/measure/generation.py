@@ -29,7 +29,7 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
     Returns both continuations of each prompt.
 
     If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
-    for which a caption is generated. Raises NoForward if the model can't generate, and the errors of a measurement.
+    for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and Cancelled.
     """
     module = runner.model.module
     can = getattr(module, "can_generate", None)

@@ -32,7 +32,9 @@ ENOUGH_POSITIONS = 256
 """Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
-"""Runs that progress counts for each batch: the reference, another attention kernel, and a doubled batch (counted as 2)."""
+"""How many runs the progress counts for each batch: one of the reference, one with another attention kernel, and two for a batch of
+twice the size.
+"""
 
 
 def measure_noise_floor(

@@ -76,9 +76,10 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time passes over all inputs with the model as currently cast. label, mix: the name of the variant that this model is, and the
-    dtypes of its weights. candidate: whether the run settings apply; if False, the default settings are used. on_passes: called
-    with the number of passes begun.
+    """Time passes over all inputs with the model as currently cast, which is one variant of the report.
+
+    label: the variant's name. mix: the dtypes of its weights. candidate: whether the run settings apply; if False, the default
+    settings are used. on_passes: called with the number of passes begun.
     """
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call

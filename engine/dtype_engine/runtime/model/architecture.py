@@ -163,8 +163,9 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the transformers auto class with which to load model code from the checkpoint: a key of `auto_map` whose value is a
-    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key. named: the names in `architectures`.
+    """Return the transformers auto class with which to load model code that comes with the checkpoint. It is a key of `auto_map`
+    whose value is one of the classes `named` in `architectures`. If there is none, AutoModelForCausalLM, AutoModel or any other key
+    is returned, in this order of preference.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -174,7 +175,7 @@ def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...])
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names in the entry `architectures`, and a notice if this entry is not a list of names."""
+    """Return the class names in the entry `architectures` of a configuration, and a notice if this entry is not a list of names."""
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()
@@ -185,8 +186,8 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers. named:
-    the names in its `architectures`.
+    """Return the notice for a model that is opened without its head because its `config.json` names no class of transformers.
+    named: the class names in its `architectures`.
     """
     from transformers.models.auto import modeling_auto
 

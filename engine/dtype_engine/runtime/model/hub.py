@@ -67,8 +67,8 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of each attention or expert kernel in a `config.json`, including nested configurations, that is not part
-    of transformers. written: the content of the file.
+    """Yield ("attention" or "experts", name) for each attention or expert kernel that a `config.json` or a configuration nested in
+    it names, if the kernel is not part of transformers. written: the content of the file.
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))

@@ -236,8 +236,10 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
-    """Load a checkpoint's tensors into a given module, mapped, each in its stored dtype. Raises UserError unless the checkpoint and
-    the module have the same tensors.
+    """Fill a given module with the tensors of a checkpoint. Each tensor keeps its stored dtype and is mapped from its file. Returns
+    the module, with the scales of the weights that are stored with scales.
+
+    Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -261,10 +263,11 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and for each tensor of the files the
-    tensor of the module into which it is loaded; or None if the architecture is unknown or can't be built. Raises UserError if
-    transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are not those of the
-    architecture.
+    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from each tensor of the
+    files to the tensor of the module into which it is loaded. Returns None if the architecture is unknown or can't be built.
+
+    Raises UserError if transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are
+    not those of the architecture.
     """
     if checkpoint.config is None:
         return None

@@ -100,8 +100,10 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """Return a sentence about the first block scale without a weight, or else the first float8 weight without a block scale, or
-    None. parts: the names of all tensors that belong to quantised weights, as keys. weights: the weights with codes and scales.
+    """Find a quantised weight that is incomplete because its block scale has no weight, or a float8 weight has no block scale.
+    Returns a sentence about the first one, or None if there is none.
+
+    parts: the names of all tensors that belong to quantised weights, as keys. weights: the weights that have both codes and scales.
     """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors

@@ -82,7 +82,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""torch's usual implementation of a module call: a function that calls the module in its first argument, with the module's hooks.
+"""torch's usual implementation of a module call: a function that gets the module as its first argument and calls it with its hooks.
 """
 _INSTEAD = "_compiled_call_impl"
 """The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function in place of the usual
@@ -134,8 +134,8 @@ def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Yield the parameters and then the buffers of a module itself, without submodules: the local name, the tensor, and its kind.
-    Entries that are None are omitted.
+    """Yield the parameters and then the buffers that a module itself has, without those of its submodules. Each is a tuple: its
+    local name, the tensor, and whether it is a parameter, a buffer or a non-persistent buffer. Entries that are None are omitted.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:

@@ -93,8 +93,10 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
     ) -> Rounds | None:
-        """Return which operand of a call to round, or None. The arguments still hold weights, not the values that replace them.
-        name: the operation. formats: those of the quantised weights among the arguments, by `id`.
+        """Decide which operand of a call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
+
+        name: the name of the operation. args, kwargs: the arguments as the model's code passes them, in which weights are not yet
+        replaced by values. formats: the formats of the quantised weights among the arguments, by `id`.
         """
         if name == "einsum":
             return _of_einsum(args, formats)
@@ -132,10 +134,10 @@ class ActivationRounding:
 
 
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return (index, format) of the operand that is a quantised weight, or None if neither is.
+    """Return (index, format) of the operand that is a quantised weight, or None if no operand is one. If both operands are weights,
+    the right one is returned, since the left one is then an input, such as a learnt token.
 
-    If both are weights, the right one is returned. The left one is then an input, such as a learnt token. formats: those of the
-    quantised weights, by `id`.
+    formats: the formats of the quantised weights, by `id`.
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
@@ -149,8 +151,10 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
-    """Return which operand of an einsum to round, or None. It must be an einsum of two tensors that sums over one common letter.
-    formats: those of the quantised weights, by `id`.
+    """Decide which operand of an einsum has to be rounded. Returns how to round it, or None. An operand is rounded only if the
+    einsum has two operands and sums over one letter that they have in common.
+
+    formats: the formats of the quantised weights, by `id`.
     """
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None

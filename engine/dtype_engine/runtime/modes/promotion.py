@@ -62,8 +62,8 @@ class MixedCallSite(CallSite, Protocol):
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code itself passed a
-    `dtype`: casts inside the operation are then explicit, and are not recorded.
+    """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed a
+    `dtype`, because casts inside the operation are then explicit and are not recorded.
     """
     added: bool
     """Set to True once a torch call has run with other arguments than the model's code passed."""

@@ -4,9 +4,8 @@
    format with scales, such as float8; in the reference, weights that are not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
-If a pass writes to a weight, the new values last only until the pass ends. The module then has its previous weights again, so that
-each pass starts like the first one. If the model's first call changes weights, every pass repeats this, starting from the weights
-as they are cast then.
+If the model's code writes to a weight, the new values last only until the pass ends. The module then has its previous weights
+again, so that all passes start from the same weights.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """The ways in which the mode handles torch functions."""
+    """What a torch function does with its first argument, which decides how the mode handles a call of the function."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -111,13 +110,13 @@ class WeightMode(TorchFunctionMode):
         self.first_use: dict[int, int] = {}
         """For each used weight, by `id` of its tensor: how many module calls had finished before the weight was first used."""
         self.operation = ""
-        """The name of the running operation, with which casts inside it are recorded. "" if the model's code itself passed a
-        `dtype`: casts inside the operation are then explicit, and are not recorded.
+        """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed
+        a `dtype`, because casts inside the operation are then explicit and are not recorded.
         """
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes in which the module holds the weights that this pass replaces, except float32 and float64. Tensors of these
-        dtypes are checked for replaced weights that the mode has not recognised (see `revealed`).
+        """The dtypes, except float32 and float64, in which the module holds the weights that this pass replaces. An argument of one
+        of these dtypes may be such a weight without being recognised as one, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
         """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
@@ -127,8 +126,9 @@ class WeightMode(TorchFunctionMode):
         """(tensor, copy of its old values) by `id`, for weights and `kept` tensors that the pass changed through a view."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """The dtype that the running recurrent module sees when it reads the dtype of its first weight, keyed by the `id` of this
-        weight. The module compares it with the dtype of its inputs, which have been cast to it.
+        """The dtype that a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) gets when it reads the `dtype` of its first weight,
+        keyed by the `id` of this weight. It is the dtype to which `arguments_of` has cast the module's inputs, since the module
+        raises if its first weight and its inputs differ in dtype.
         """
 
     @property
@@ -166,8 +166,8 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where
-        needed.
+        """Call a torch function, whose `__name__` is `name`, and return its result. Weights among the arguments are replaced and
+        dtypes are made equal where needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
         Reads of a tensor's properties and metadata are handled elsewhere.
@@ -223,8 +223,8 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of the values that the pass uses for a replaced weight: those that it has written to the weight, or else
-        those that replace the weight. key: the `id` of the weight's tensor.
+        """Return the dtype of the values that the pass now uses in place of a weight: the values that the model's code has written
+        to the weight, if it has, or else those computed by `values_of`. key: the `id` of the weight's tensor.
         """
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
@@ -288,8 +288,8 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call that has a replaced weight or several dtypes, or whose casts or quantised weights are
-        tracked.
+        """Call a torch function whose arguments need more than an unchanged call: a weight among them is replaced, their dtypes
+        differ, or implicit casts or quantised weights are tracked. Returns the function's result.
         """
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)

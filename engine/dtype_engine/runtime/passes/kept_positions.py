@@ -31,9 +31,13 @@ class KeptPositions:
     """The masks of one batch: bool [batch, positions] on the model's device. At least one mask is not None."""
 
     encoder: torch.Tensor | None
-    """The mask of the encoder's positions or, if the model has no decoder beside an encoder, of the whole model's positions."""
+    """In an encoder-decoder model, the mask of the encoder's positions. In any other model, the mask of all its positions. None if
+    all positions are compared.
+    """
     decoder: torch.Tensor | None
-    """The mask of the decoder's positions in an encoder-decoder model."""
+    """In an encoder-decoder model, the mask of the decoder's positions. None in other models, and if all of the decoder's positions
+    are compared.
+    """
     has_decoder: bool
 
     @classmethod

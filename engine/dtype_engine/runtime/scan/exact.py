@@ -35,7 +35,9 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return, for each weight, a dtype in which it causes no drift: its own if wide enough or never cast, else float32."""
+    """Return, for each weight, a dtype in which it causes no drift from the reference. This is its stored dtype if the reference
+    uses that dtype or the weight is never cast. Otherwise it is float32.
+    """
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent

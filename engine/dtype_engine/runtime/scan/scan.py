@@ -208,7 +208,9 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Scan the sequence with this index, in any order, and return its results. `on_measured(done, total)` counts operations.
+        """Scan one sequence and return its results. index: its index among the inputs; sequences may be scanned in any order.
+        `on_measured(done, total)` is called with the numbers of finished operations and of all operations of the sequence.
+
         Raises the same errors as `run`.
         """
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:

@@ -234,7 +234,7 @@ class SequenceScan:
         errors = errors.to(gradients.stacked.dtype)
         self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).double().cpu())
         apart = torch.mm(errors.square_(), gradients.squares.T).double().cpu()
-        self._independent[weight].index_add_(1, gradients.apart, apart)
+        self._independent[weight].index_add_(1, gradients.square_columns, apart)
 
 
 @dataclass(slots=True)
@@ -244,12 +244,14 @@ class _Gradients:
     stacked: torch.Tensor
     """N gradients of an output of E elements, [N, E]."""
     columns: torch.Tensor
-    """The number of the backward pass for each gradient, [N]."""
+    """For each gradient, the number of the backward pass that it comes from: [N]."""
     squares: torch.Tensor
-    """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
-    apart: torch.Tensor
-    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which the row's products with Δ²
-    are added.
+    """Squared gradients [1 + calls, E]. The first row is the sum over all probes; each further row belongs to one sampled `topk`
+    call.
+    """
+    square_columns: torch.Tensor
+    """Where the products of `squares` and squared errors Δ² are summed: for each row of `squares`, the index of a column of
+    `SequenceScan._independent`.
     """
 
     @classmethod

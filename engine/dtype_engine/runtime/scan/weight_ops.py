@@ -120,9 +120,11 @@ class WeightOpRecorder(ReferenceMode):
         self._own_dtypes_read: set[str] = set()
         """The weights whose own dtype was read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
-        self._places = {_place(weight.tensor): key for key, weight in weights.items() if key not in self.replaced}
-        """The `id` of a tensor in `weights` or `_made`, keyed by the tensor's place in memory (see `_place`). By its place, a
-        tensor is recognised that was made by `nn.Parameter(tensor)`, a call that no mode sees.
+        self._by_location = {
+            _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced
+        }
+        """Maps the location of a tensor in memory (see `_location`) to the `id` of the tensor in `weights` or `_made` that is
+        there. The recorder thus recognises a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
         """
         self._opaque: set[int] = set()
         """The `id`s of weights whose values, after a write, are not a known function of their stored values."""
@@ -139,7 +141,7 @@ class WeightOpRecorder(ReferenceMode):
         """Release the tensors that are needed only during the pass. Call it after the pass."""
         self._given.clear()
         self._made.clear()
-        self._places.clear()
+        self._by_location.clear()
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         written = self.standing_for.get(args[0]) if _writes_first(name, args) else None
@@ -221,8 +223,8 @@ class WeightOpRecorder(ReferenceMode):
 
     def _source(self, tensor: torch.Tensor) -> WeightOrigin | None:
         key = id(tensor)
-        if key not in self._made and key not in self.weights and (place := _place(tensor)) is not None:
-            key = self._places.get(place, 0)
+        if key not in self._made and key not in self.weights and (place := _location(tensor)) is not None:
+            key = self._by_location.get(place, 0)
         known = self._made.get(key)
         if known is not None:
             return known[1]
@@ -234,7 +236,7 @@ class WeightOpRecorder(ReferenceMode):
     def _note(self, tensor: torch.Tensor, origin: WeightOrigin) -> None:
         """Record the origin of a tensor that was computed from one weight."""
         self._made[id(tensor)] = tensor, origin
-        self._places.setdefault(_place(tensor), id(tensor))
+        self._by_location.setdefault(_location(tensor), id(tensor))
 
     def _weighted(
         self,
@@ -260,7 +262,7 @@ class WeightOpRecorder(ReferenceMode):
             return output
         if written is not None:
             self._made.pop(written, None)  # from now on the tensor is no longer a function of one weight
-            self._places.pop(_place(given[0]), None)
+            self._by_location.pop(_location(given[0]), None)
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if ("out" in kwargs or not floats) and not isinstance(output, _NO_VALUES):
             self.unfollowed |= names
@@ -301,8 +303,10 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`. sources:
-        the arguments that were computed from weights, by `id`.
+        """Return whether the results of a call are functions of a single weight and of no other tensor, such as a view of a weight,
+        or `-exp(A)` for a weight A.
+
+        sources: how each argument that comes from a weight was computed, keyed by the `id` of the argument.
         """
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
@@ -329,8 +333,10 @@ class WeightOpRecorder(ReferenceMode):
 _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
-def _place(tensor: torch.Tensor) -> _Place | None:
-    """Return where a tensor's values are: the address, dtype, shape and strides; None for a tensor without memory of its own."""
+def _location(tensor: torch.Tensor) -> _Place | None:
+    """Return where a tensor's values are in memory (address, dtype, shape and strides), or None if the tensor has no memory of its
+    own.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped(tensor) or not tensor.numel():
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -129,7 +129,7 @@ def compare_foreign(
                 differences.append(TensorDifference(name, f"is {list(shape)}, and {list(wanted)} in the source"))
             else:
                 try:
-                    tensors.append(_compared(name, found, theirs, ours))
+                    tensors.append(_compare(name, found, theirs, ours))
                 except NotImplementedError:  # torch does not convert float4_e2m1fn_x2
                     undecoded[name] = f"{theirs.stored[name][0]}, and {ours.stored[found][0]} in the source"
             done += sizes[name]
@@ -187,7 +187,7 @@ class _Pairs:
         return next((each for each in (name, *(info.names if info is not None else ())) if each in side.stored), None)
 
     def only_in_source(self) -> list[TensorDifference]:
-        """Return the tensors of the source that the checkpoint lacks, as differences. A tied weight is not among them if the
+        """Return a difference for each tensor of the source that the checkpoint lacks. A tied weight is not reported if the
         checkpoint has it under another of its names.
         """
         ours, kept, found = self._ours, set(self.same.values()), []
@@ -205,7 +205,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 
-def _compared(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
+def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
     """Compare a tensor of the checkpoint with a tensor of the source that has the same shape, some elements at a time. Returns how
     many elements are not the source's values cast to the checkpoint's dtype, and the largest difference. name, found: the tensor's
     names in the checkpoint and in the source.

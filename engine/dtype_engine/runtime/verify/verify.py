@@ -266,7 +266,9 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return the source's tensors that are missing in the export. They include tensors left out as tied, if their values differ."""
+    """Return the source's tensors that are missing in the export. A tensor that was left out because it is tied to a written tensor
+    counts as missing only if the values of the two tensors differ.
+    """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):

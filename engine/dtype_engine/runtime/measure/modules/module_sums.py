@@ -24,7 +24,9 @@ class ModuleSums:
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether outputs could be compared by element: shapes were equal, and each row (of an expert) belonged to the same token."""
+    """Whether the outputs could be compared element by element. This requires equal shapes, and for an expert that each row belongs
+    to the same token as in the reference.
+    """
     rerouted: int = 0
     """If this is a router that sent a token to another expert than in the reference, the number of all tokens in that call.
     Otherwise 0.
