@@ -156,9 +156,7 @@ class Contents:
     tied: Mapping[str, str] = field(default_factory=dict)
     """Maps each omitted name of a tied weight to the name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings of the run that the export belongs to. If this run quantises activations, `config.json` requests this from
-    runtimes, too.
-    """
+    """The settings with which the candidate runs. If they quantise activations, `config.json` requests this from runtimes, too."""
     coverage: Coverage | None = None
     """How many of the model's tensors the source has. If the model's tensors are unknown, those in the source's index are counted
     instead. None if there is no index either.

@@ -115,9 +115,9 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
         """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
-        `on_progress(done, total)` counts the measured modules or subtrees.
 
-        Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements. Raises NoForward,
+        KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")

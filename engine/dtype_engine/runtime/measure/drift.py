@@ -77,7 +77,9 @@ class DriftMeter:
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """What passes of `model` have shown, such as side effects of its modules."""
     candidate: LiveModel | None = None
-    """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
+    """The model whose current casts are compared with the reference; if None, `model`. Outputs of both models must have the same
+    shape.
+    """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
     """What passes of `candidate` have shown about it, if it is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)

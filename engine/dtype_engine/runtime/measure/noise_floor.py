@@ -48,8 +48,8 @@ def measure_noise_floor(
     """Return the noise floor: the differences between the reference and two variants of it, one with another attention
     implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. `on_progress(done, total)` counts runs on one input; `total` is an
-    estimate. Raises NoForward if the reference fails.
+    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
+    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0

@@ -80,7 +80,7 @@ def converted_names(
     """Return into which weight of the loaded model transformers loads each tensor of the files that it renames or packs. If a
     transformers function is missing, the result is empty.
 
-    live: the weights of the loaded model, by name. The result maps the tensor's name in the files to a tuple of three items:
+    live: the weights of the loaded model, keyed by name. The result maps the tensor's name in the files to a tuple of three items:
 
     1. the name of the weight in `live`;
     2. whether several tensors of the files are packed into this weight;
@@ -132,7 +132,7 @@ def _renamed(
     or transposes tensors) of the model.
 
     The first result maps a tensor's name in the files to (its name after loading, the name pattern of the converter that processes
-    it or None). live: the weights of the loaded model, by name.
+    it or None). live: the weights of the loaded model, keyed by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key

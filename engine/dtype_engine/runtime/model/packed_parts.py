@@ -27,7 +27,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
     """Return the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows, or None if they are
     not whole rows of its matrices.
 
-    placements, shapes: the placements and shapes of these tensors, by name.
+    placements, shapes: the placements and shapes of these tensors, keyed by name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -53,7 +53,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
     """Return why a packed weight can't have the same scales as the stored tensors from which it is packed, or None if it can.
     Either the stored tensors are not stacked in rows, or a block with one scale would extend over two stored tensors or over two
-    rows. shapes: the shapes of the stored tensors, by name. packed: the shape of the weight.
+    rows. shapes: the shapes of the stored tensors, keyed by name. packed: the shape of the weight.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -86,8 +86,8 @@ def pack(
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
     """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and float32 scales.
 
-    title: the name of the weight. parts, placements: the stored tensors, and where loading places each, by name. packed: the shape
-    of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
+    title: the name of the weight. parts, placements: the stored tensors, and where loading places each, keyed by name. packed: the
+    shape of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())

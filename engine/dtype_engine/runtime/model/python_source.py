@@ -32,7 +32,7 @@ OnStep = Callable[[str], None]
 def _load_weights(
     module: nn.Module, file: Path, trust: bool, title: str
 ) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
-    """Put a checkpoint's tensors into a module, mapped and in their stored dtypes.
+    """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes.
 
     trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices, and the size, modification time
     and inode of each file, recorded before the files were read. Raises UserError if the checkpoint does not fit.
@@ -70,8 +70,8 @@ def _tie_again(
 ) -> frozenset[str]:
     """Tie weights again after loading, which has made each name of a tied weight a separate tensor.
 
-    ties: the names of each tied weight. values: the tensors in the file, by name. Returns the names that are tied afterwards. Names
-    that have different values in the file stay separate.
+    ties: the names of each tied weight. values: the tensors in the file, keyed by name. Returns the names that are tied afterwards.
+    Names that have different values in the file stay separate.
     """
     tied: set[str] = set()
     for names in ties:

@@ -123,7 +123,7 @@ class WeightMode(TorchFunctionMode):
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """(tensor, copy of its old values) by `id`, for weights and `kept` tensors that the pass changed through a view."""
+        """(tensor, copy of its old values) keyed by `id`, for weights and `kept` tensors that the pass changed through a view."""
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
         """The dtype that a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) gets when it reads the `dtype` of its first weight,
@@ -241,7 +241,9 @@ class WeightMode(TorchFunctionMode):
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows at `ids` of a replaced table [rows, width], without computing other rows: [*ids.shape, width]."""
+        """Return some rows of the values that replace an embedding table [rows, width], without computing the other rows:
+        [*ids.shape, width]. ids: the indexes of the rows.
+        """
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
@@ -386,8 +388,8 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace the weights in `found` now, by `id`. dtype: the dtype of the operation's activation. name:
-        the operation.
+        """Return the values that replace the weights in `found` now, keyed by `id`. dtype: the dtype of the operation's activation.
+        name: the operation.
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))

@@ -19,8 +19,8 @@ class ModuleObserver:
     """Receives module outputs during a pass. The methods of this base class do nothing; subclasses override some of them."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """Receive the first float tensor of a module's output, of any shape. `call` counts the calls of this module from 0. The
-        return value is cached together with the output.
+        """Receive the first float tensor of a module's output, of any shape. call: the number of the call among the calls of this
+        module, counted from 0. The return value is cached together with the output.
         """
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:

@@ -232,8 +232,8 @@ class ForwardRunner:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: for each weight, by name, a key
-    that identifies its current values.
+    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: for each weight, keyed by name,
+    a key that identifies its current values.
     """
     if not options.cache_bytes:
         return None

@@ -128,8 +128,10 @@ class ExactScan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Perform all pending measurements and return the report. `on_progress("scan", done, total)` counts measurements, and
-        `on_estimate(report)` gets intermediate reports. Raises NoForward, KernelError, Cancelled.
+        """Perform all pending measurements and return the report.
+
+        `on_progress("scan", done, total)` is called with the numbers of finished measurements and of all measurements, and
+        `on_estimate(report)` with intermediate reports. Raises NoForward, KernelError, Cancelled.
         """
         if not self._costly:
             self._started(cancelled)

@@ -184,8 +184,8 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` counts operations,
-        and `on_estimate(report)` gets the report after every sequence.
+        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` is called with the
+        numbers of finished operations and of all operations, and `on_estimate(report)` with the report after every sequence.
 
         Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
         """

@@ -42,7 +42,9 @@ class _Side:
     """The tensors of one of the two models that are compared, under the names that this model gives them."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
-    """The stored dtype and the shape of each tensor, by name. The dtype is a name in `core.dtypes` or of a block format of GGUF."""
+    """The stored dtype and the shape of each tensor, keyed by name. The dtype is a name in `core.dtypes` or of a block format of
+    GGUF.
+    """
     read: Callable[[str], torch.Tensor]
     """A function that reads a tensor's values by its name."""
     unchecked: tuple[str, ...] = ()
