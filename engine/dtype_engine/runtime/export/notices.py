@@ -65,7 +65,9 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if runtimes will refuse the export because weights that they fuse have different formats, or ()."""
+    """Return a notice that runtimes will refuse the export, because weights that they fuse have different formats. Returns () if
+    there are no such weights.
+    """
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

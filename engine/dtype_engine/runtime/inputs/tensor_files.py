@@ -46,7 +46,9 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
 
 
 def read_tensors(path: Path) -> Any:
-    """Return the content of a file of tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
+    """Return the content of a file of tensors: a dictionary keyed by tensor name, a tuple, a tensor, or a list of these. Raises
+    UserError.
+    """
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         return _calls(path, _safetensors(path))

@@ -86,7 +86,7 @@ class DriftMeter:
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The number of module calls in a pass that watches all modules (key True) or only some (False)."""
+    """The number of module calls in a pass, keyed by whether the pass watches all modules (True) or only some (False)."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -184,7 +184,9 @@ class DriftMeter:
                 yield totals
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        """Return the runners of the reference and the candidate, which `stack` closes. For a single model, they are the same."""
+        """Return the runners of the reference and the candidate, which `stack` closes. If both are the same model, they are the
+        same runner.
+        """
         reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
         if self.candidate is None or self.candidate is self.model:
             return reference, reference

@@ -106,8 +106,8 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in each variant. Yields the variant's name and its main output, or None if it fails. reference: the main
-    output of the reference itself.
+    """Rerun the reference in each variant. Yields the variant's name, and its main output or None if the variant fails. reference:
+    the main output of the reference itself.
     """
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None

@@ -72,7 +72,9 @@ class _OpObserver(TorchFunctionMode):
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Set the pass's mode, and return this observer. It is used as `PassOptions.around`."""
+        """Set the torch-function mode of the observed pass. Returns this observer, as a context to enter before that mode: the
+        method is used as `PassOptions.around`.
+        """
         self.observed = mode
         return self
 
@@ -137,8 +139,8 @@ class _OpObserver(TorchFunctionMode):
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """Observes a pass. It appends the name of each finished module to `operations.events`, and collects the names of the modules
-    with non-finite outputs in `names`.
+    """An observer that records the modules which finish in a pass. It appends the name of each one to `operations.events`, between
+    the non-finite operations there, and adds the names of the modules with non-finite outputs to `names`.
     """
 
     operations: _OpObserver

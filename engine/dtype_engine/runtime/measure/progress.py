@@ -21,8 +21,8 @@ class MeasurementProgress(ModuleObserver):
     The finished fraction of the current pass is estimated from its module calls. All outputs are passed on to the observer given to
     `begin_pass`.
 
-    calls: the number of module calls in a pass that watches all modules (True) or only some (False), if known; it is updated after
-    each pass. modules: the number of the model's modules, used as an estimate before the first pass.
+    calls: the number of module calls in a pass, if known, keyed by whether the pass watches all modules or only some; it is updated
+    after each pass. modules: the number of the model's modules, used as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:

@@ -130,8 +130,8 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many bytes of memory are missing for casting the model to the dtypes `casts`, by weight name. Memory of current
-    casts counts as free.
+    """Return how many bytes of memory are missing for casting the model. casts: the dtype of each weight after the cast, keyed by
+    the weight's name. Memory of current casts counts as free.
     """
     needed = sum(
         tensor_bytes(weight.info, casts[name])
@@ -146,7 +146,9 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """Return the short names of the weights' dtypes under `casts` (by weight name), those with the most bytes first."""
+    """Return the short names of the dtypes in `casts`, those with the most bytes first. casts: the dtype of each weight, keyed by
+    the weight's name.
+    """
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

@@ -34,8 +34,8 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
-    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in its dtype according to `dtypes_of(module)`, a
-    mapping by tensor name.
+    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes_of(module)` gives for
+    its name.
 
     If `_get_dtype_plan` is missing, return `model_class` itself, which loads all tensors in one dtype.
     """

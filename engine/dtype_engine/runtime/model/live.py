@@ -48,7 +48,7 @@ class Weight:
     """The scales of the current data, or None for a dtype without scales."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """A cache of how many values each cast of the stored data loses (they become infinite or zero, or saturate), keyed by the dtype
-    of the cast. None if the cast only rounds values.
+    of the cast. The value is None for a cast that only rounds values.
     """
     stashed: torch.Tensor | None = None
     """The cast data while a reference pass runs, because the module then holds the original data. Otherwise None."""
@@ -307,8 +307,10 @@ class LiveModel:
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
         """Return how many values the casts of a plan lose (they become infinite or zero, or saturate), with one entry for each
-        weight that loses values. None if the values of some weight were not counted before. Any thread may call this method.
-        planned: the dtypes of the plan, by weight name.
+        weight that loses values. Returns None if the values of some weight were not counted before. Any thread may call this
+        method.
+
+        planned: the dtypes of the plan, keyed by weight name.
         """
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype

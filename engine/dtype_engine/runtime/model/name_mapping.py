@@ -69,8 +69,8 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Return the stored dtype of each live tensor, by live name. For a tensor packed from several, it is their widest dtype.
-    placements: the live tensor of each tensor of the files.
+    """Return the stored dtype of each live tensor, keyed by its live name. For a live tensor packed from several tensors of the
+    files, this is the widest dtype among them. placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     by_live_name: dict[str, str] = {}
     for name, placement in placements.items():

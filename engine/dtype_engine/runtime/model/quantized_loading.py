@@ -29,8 +29,8 @@ from dtype_engine.runtime.model.name_mapping import Placement
 def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
     """Raise NoForward if transformers would load wrong values for weights that another program quantised.
 
-    title: the name of the model, for the error. module: the model on the meta device. placements: the placement of each tensor of
-    the files in the module.
+    title: the name of the model, for the error. module: the model on the meta device. placements: for each tensor of the files, the
+    tensor of the module into which it is loaded.
     """
     parts = quantized_parts(checkpoint.foreign, checkpoint.config)
     parts |= {name: why for name, why in _integers_for_floats(checkpoint, module, placements) if name not in parts}

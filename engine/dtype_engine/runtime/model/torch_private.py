@@ -44,7 +44,9 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """A function that returns the tensor that owns the data of a view, or None if its argument is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has no memory of its own."""
+"""A function that returns whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has
+no memory of its own.
+"""
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
@@ -146,7 +148,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the two dictionaries of a module that hold its own parameters and its own buffers, by local name."""
+    """Return the two dictionaries of a module that hold its own parameters and its own buffers, keyed by local name."""
     return module._parameters, module._buffers
 
 

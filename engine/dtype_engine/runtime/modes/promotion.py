@@ -36,7 +36,7 @@ _accepted: set[Any] = set()
 as their dtypes (see `_form`).
 """
 _refused: set[Any] = set()
-"""Calls with several dtypes that torch refuses, but runs if all arguments have one dtype. They have the same keys as in
+"""Calls with several dtypes that torch refuses, but runs if all arguments have one dtype. Each call is represented by a key as in
 `_accepted`.
 """
 
@@ -66,7 +66,7 @@ class MixedCallSite(CallSite, Protocol):
     `dtype`, because casts inside the operation are then explicit and are not recorded.
     """
     added: bool
-    """Set to True once a torch call has run with other arguments than the model's code passed."""
+    """Set to True once a torch call has run with other arguments than the model's code passed, because of their dtypes."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a weight or a view of one."""

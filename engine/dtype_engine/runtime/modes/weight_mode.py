@@ -108,7 +108,7 @@ class WeightMode(TorchFunctionMode):
         self.kept: Sequence[torch.Tensor] = ()
         """Tensors of the model other than weights. If the pass changes their values, the old values are restored after it."""
         self.first_use: dict[int, int] = {}
-        """For each used weight, by `id` of its tensor: how many module calls had finished before the weight was first used."""
+        """How many module calls had finished before each used weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""
         """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed
         a `dtype`, because casts inside the operation are then explicit and are not recorded.
@@ -119,11 +119,13 @@ class WeightMode(TorchFunctionMode):
         of these dtypes may be such a weight without being recognised as one, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
-        """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
+        """The current values of the weights that the pass has changed, keyed by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """(tensor, copy of its old values) keyed by `id`, for weights and `kept` tensors that the pass changed through a view."""
+        """The weights and the tensors in `kept` that the pass has changed through a view of their memory: (tensor, copy of its old
+        values), keyed by the tensor's `id`. The old values are restored after the pass.
+        """
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
         """The dtype that a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) gets when it reads the `dtype` of its first weight,
@@ -233,7 +235,9 @@ class WeightMode(TorchFunctionMode):
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, on the device, in its shape. dtype: the activation's dtype in the operation."""
+        """Return the values that replace a weight, in the shape of the weight and on the device of the pass. dtype: the dtype of
+        the activation in the same operation.
+        """
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
@@ -359,7 +363,9 @@ class WeightMode(TorchFunctionMode):
         rounds: Rounds | None,
     ) -> Any:
         """Return the result of a call with each weight in `found` replaced by its values, and with one operand rounded if `rounds`
-        is given. tensors: those among the arguments. found: replaced weights by the `id` of their tensor.
+        is given.
+
+        tensors: all tensors among the arguments. found: the replaced weights among them, keyed by the `id` of the tensor.
         """
         if found:
             self.added = True

@@ -153,8 +153,8 @@ class ForwardRunner:
         return self._run(call, mode, _NOTHING, _IGNORES).output
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the calls among the first `prefix` calls to skip: {(module, number of its call): index in `earlier.calls`}. There
-        are none if the model is stateful or was not observed.
+        """Return the calls to skip among the first `prefix` calls, a mapping from (module, number of its call) to the index of the
+        call in `earlier.calls`. It is empty if the model is stateful or was not observed.
         """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
@@ -184,8 +184,8 @@ class ForwardRunner:
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
     ) -> PassResult[Output]:
-        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`: {(module, number of its
-        call): index in its `calls`}.
+        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`, a mapping from (module,
+        number of its call) to the index of the call in `options.earlier.calls`.
         """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
@@ -232,8 +232,8 @@ class ForwardRunner:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: for each weight, keyed by name,
-    a key that identifies its current values.
+    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: a key that identifies the
+    current values of each weight, keyed by the weight's name.
     """
     if not options.cache_bytes:
         return None

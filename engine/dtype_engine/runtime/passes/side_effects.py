@@ -37,9 +37,10 @@ class SideEffects:
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """Record whether a module has changed its arguments, when its call ends. depth: the number of modules that are still
-        running around it. Calls inside it that ended with an exception never reach this method; what `begin` recorded for them is
-        dropped.
+        """Record, when a module's call ends, whether the module has changed its arguments. depth: the number of modules that are
+        still running around it.
+
+        For inner calls that ended with an exception, this method was not called; what `begin` recorded for them is dropped.
         """
         del self._given[depth + 1 :]
         args, kwargs, before = self._given.pop()

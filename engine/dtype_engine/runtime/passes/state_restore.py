@@ -52,10 +52,10 @@ def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Make a pass in the block reproducible: it starts with the same state and random numbers as every other pass, and compiled
-    code runs uncompiled. The model's state is restored after the block. modules: those whose state is restored. behavior: records
-    whether anything had to be restored.
+    code runs uncompiled. The model's state is restored after the block.
 
-    `mode` also intercepts calls of TorchScript functions, which torch does not show to modes.
+    modules: the modules whose state is restored. behavior: records whether anything had to be restored. `mode` also intercepts
+    calls of TorchScript functions, which torch does not show to modes.
     """
     found = left_as_found(model, behavior, modules, mode)
     with same_random_numbers(model.device), found, uncompiled(), scripted_calls(mode.run):

@@ -1,6 +1,7 @@
 """The exact scan: measures each weight in each dtype with separate candidate passes, instead of estimating the score.
 
-A weight is measured alone, except for the smallest of several weights of an operation in a compute dtype: see `companions`.
+In each pass, usually one weight is cast. There is one exception, in a compute dtype: the smallest of several weights that one
+operation uses is cast together with the other weights of the operation (see `companions`).
 """
 
 from __future__ import annotations
@@ -114,7 +115,9 @@ class ExactScan:
 
     @property
     def private_bytes(self) -> int:
-        """Number of bytes that a process needs in addition to the mapped files: all weights that the reference casts."""
+        """Number of bytes that a process needs in addition to the mapped files: for all weights that are cast to float32 because
+        their stored dtype causes drift.
+        """
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 

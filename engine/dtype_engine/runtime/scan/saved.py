@@ -178,8 +178,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
-    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from the expected ones, or if
-    `exact` does not match its kind.
+    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from the expected ones. Also
+    raises UserError for an estimated scan if `exact` is True, and for an exact one if it is False.
     """
     saved = read_any(path)
     differing = different(saved.fingerprint, expected)

@@ -237,7 +237,7 @@ class Scan:
             return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
 
     def add(self, part: ScannedSequence) -> None:
-        """Add the results of a sequence, and save them if there is a file."""
+        """Add the results of a sequence, and save all results if the scan has a file."""
         self.done[part.index] = part.scores
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds

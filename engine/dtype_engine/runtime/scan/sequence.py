@@ -46,7 +46,9 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """Runs the scan of a single sequence: its forward pass, its backward passes, and the sums for all weights."""
+    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums from which the scores of all
+    weights are computed.
+    """
 
     model: LiveModel
     runner: ForwardRunner
@@ -170,8 +172,10 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes: first those that start at routing margins, then those that start at the main output. calls: the
-        sampled `topk` calls. seed: that of the random signs at their margins.
+        """Run all backward passes: first those that start at routing margins, then those that start at the main output.
+
+        calls: the sampled `topk` calls, whose margins are used. seed: the seed of the random signs from which backward passes start
+        at the margins.
         """
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)

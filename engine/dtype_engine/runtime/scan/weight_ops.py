@@ -33,7 +33,9 @@ from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
-"""Types of results from which the model learns nothing about a weight's values."""
+"""Types of results that say nothing about a weight's values. A weight is not `unfollowed` if its operation returns only such a
+result.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,10 @@ class ModuleSums:
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return sums over all elements of two outputs of a module, in float64. Only the sums for module metrics are computed; those
-    for the main output would take twice as long.
+    """Return sums over all elements of two outputs of a module, in float64. Only the sums for module metrics are computed, since
+    also computing those for the main output would take twice as long.
 
-    kept: a bool mask of the output's first dimensions; only these positions are compared.
+    kept: a bool mask of the output's first dimensions; only these positions are compared. If None, all are compared.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)

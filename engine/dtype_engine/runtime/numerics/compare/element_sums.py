@@ -46,7 +46,7 @@ class ElementSums:
     """The scalar product Σrc of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
-        """Add the sums over more elements to these sums."""
+        """Add `other`, the sums over further elements, to these sums."""
         self.elements += other.elements
         self.nonfinite += other.nonfinite
         self.nonfinite_reference += other.nonfinite_reference

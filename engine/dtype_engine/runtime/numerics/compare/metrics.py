@@ -197,8 +197,10 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. percentiles: the name (such as p999)
-    and quantile (0 to 1) of each percentile. If there are too few values, percentiles are None.
+    """Return the minimum, median, maximum and percentiles of values, keyed by `prefix` and their names, as in `kl_max`.
+
+    percentiles: the name (such as p999) and quantile (0 to 1) of each percentile. If there are too few values, percentiles are
+    None.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
