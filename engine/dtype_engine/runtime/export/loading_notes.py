@@ -32,7 +32,9 @@ def short(contents: Contents) -> str:
 
 
 def section(contents: Contents, name: str) -> list[str]:
-    """Return the lines of the README's section on loading. name: the folder name."""
+    """Return the lines of the README's section on loading, for an export that is loaded with diffusers or PEFT. name: the folder
+    name.
+    """
     if contents.layout.kind == "pipeline":
         return _pipeline(contents.layout.class_name, name)
     if contents.layout.kind == "adapter":

@@ -69,7 +69,7 @@ def of_live(
     the module.
 
     planned: the current dtype of each tensor. input_ranges: the largest |value| of the inputs of each weight, keyed by weight name.
-    Raises UserError.
+    Raises UserError for a weight that can't be stored in its dtype.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -220,8 +220,9 @@ def _item(
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
     """Return whether other programs load a tensor of the files as the weight of a linear layer. It must be the weight of an
-    `nn.Linear` that has the same name in the model, or belong to an expert that loading packs with others. name, shape: those of
-    the tensor in the files. info: the model's tensor into which it is loaded.
+    `nn.Linear` that has the same name in the model, or belong to an expert that loading packs with others.
+
+    name, shape: the tensor's name and shape in the files. info: the model's tensor into which it is loaded.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False

@@ -59,8 +59,8 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """Return the section on loading an export that is a transformers model, or weights without a configuration. name: the folder
-    name.
+    """Return the README's section on loading, for an export that is a transformers model or has weights without a configuration.
+    name: the folder name.
     """
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."

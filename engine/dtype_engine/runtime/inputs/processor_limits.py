@@ -123,9 +123,9 @@ def _refuse(title: str, why: str) -> None:
 def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
     """Return the number of pixels of a picture after an image processor has resized it.
 
-    size: the setting with the new size, in one of the forms that image processors accept. width, height: those of the picture
-    before. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole picture, as in
-    Qwen2-VL, instead of the length of an edge.
+    size: the setting with the new size, in one of the forms that image processors accept. width, height: the size of the picture
+    before resizing. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole
+    picture, as in Qwen2-VL, instead of the length of an edge.
     """
     if isinstance(size, (int, float)):
         return int(size * size)

@@ -98,7 +98,9 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
-    """Return the number of different ids that an argument may hold, or None if that is unknown. name: the name of the argument."""
+    """Return the number of different ids that the argument `name` may hold, such as the size of the vocabulary for `input_ids`.
+    Returns None if that is unknown.
+    """
     config = model.module.config
     if name == "token_type_ids":
         size = getattr(text_config(config), "type_vocab_size", None)

@@ -263,7 +263,7 @@ class Attribution:
 
 
 class _LocalError(ModuleObserver):
-    """Compares the outputs of one module during a pass with those of the reference."""
+    """Compares the outputs of one module during a pass with the module's outputs in the reference."""
 
     def __init__(self, module: str | None) -> None:
         self.module = module

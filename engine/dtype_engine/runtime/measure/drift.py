@@ -198,7 +198,9 @@ class DriftMeter:
     def _expect(
         self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
     ) -> None:
-        """Tell `progress` over which sequences the reference and the candidate still have to run."""
+        """Update, in the progress report, the sequences over which the reference and the candidate still have to run, including
+        `step`.
+        """
         every = (listener.all_modules or never)()
         steps = {
             step.number: step.compares_modules,

@@ -61,7 +61,9 @@ def _own_generate(module: Any) -> bool:
 
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
-    """Return the arguments for `generate`: those of the batch without arguments that only a single forward pass accepts."""
+    """Return the arguments with which to call `generate`: the batch's arguments except those that only a single forward pass
+    accepts.
+    """
     # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
         name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -122,7 +122,9 @@ def _tokens(batch: Batch) -> int:
 
 
 def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return each weight's dtype in the float32 variant. Weights that are stored in float64 or can't be cast keep their dtype."""
+    """Return the dtype of each weight in the float32 variant, one of the variants of the model that are timed. Weights that are
+    stored in float64 or can't be cast keep their dtype; all others are in float32.
+    """
     return {
         name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
         for name, weight in model.weights.items()

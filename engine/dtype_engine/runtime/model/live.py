@@ -294,7 +294,7 @@ class LiveModel:
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
         """Return how many values casts lose, with one entry for each weight in which casts do more than round: values become
-        infinite, saturate or become zero. The values of each cast are counted only once.
+        infinite, saturate or become zero. The results for each cast are cached.
 
         planned: the dtypes of a plan, whose casts of the stored values are examined; if None, the current casts are examined.
         Raises Cancelled.

@@ -136,8 +136,8 @@ def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Yield the parameters and then the buffers that a module itself has, without those of its submodules. Each is a tuple: its
-    local name, the tensor, and whether it is a parameter, a buffer or a non-persistent buffer. Entries that are None are omitted.
+    """Yield the parameters and then the buffers of a module, but not those of its submodules. Each is a tuple: its local name, the
+    tensor, and whether it is a parameter, a buffer or a non-persistent buffer. Entries that are None are omitted.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -153,7 +153,7 @@ def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check the types of values written to
-    it.
+    """Return the dictionary of a module that holds its parameter or buffer `name`. Unlike assigning to an attribute of the module,
+    writing to this dictionary can put any tensor in its place, since torch does not check its type.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

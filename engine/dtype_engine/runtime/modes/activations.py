@@ -1,7 +1,7 @@
 """Rounds the inputs of matrix products with quantised weights, as the run setting `quantize_activations` requests.
 
 Runtimes quantise only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
-tensor computed from one weight alone (its transpose, a cast of it, one expert's part of it) counts as that weight. Inputs of
+tensor computed from one weight alone (its transpose, a cast of it, the part of one expert) counts as that weight. Inputs of
 convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` names these operations.
 """
 

@@ -166,8 +166,10 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to. floats: the
-    float tensors among the arguments. result: what the operation returned.
+    """Record the casts that torch made itself in an operation: to the dtype in which it computed, or to the dtype of the tensor to
+    which it wrote.
+
+    floats: the float tensors among the arguments. result: what the operation returned.
     """
     assert site.record is not None
     destination = _destination(name, args, kwargs)

@@ -138,7 +138,9 @@ class ForwardPass:
 
 
 def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the first integer tensor among the outputs that has at least two dimensions, or None."""
+    """Return the first integer tensor with at least two dimensions among a module's outputs, or None. In a router, it holds the
+    chosen experts.
+    """
     for each in outputs:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:
             return None if is_wrapped(each) else each

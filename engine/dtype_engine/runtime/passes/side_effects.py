@@ -64,7 +64,9 @@ def _found_in(value: Any) -> Found:
 
 
 def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
-    """Append (object, version) to `found` for `value` and everything in it, including attributes of objects other than modules.
+    """Append a pair (object, version) to `found` for `value` and for everything in it, including attributes of objects other than
+    modules. The version changes if the object does (see `Found`).
+
     seen: the `id`s of the objects that were visited. depth: how many levels of nesting to inspect.
     """
     if isinstance(value, torch.Tensor):

@@ -27,7 +27,7 @@ _DEPTH = 6
 """Maximum nesting depth at which containers and objects are inspected."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _NOT_OWN = frozenset({"builtins", "torch", "transformers"})
-"""Packages whose classes and global variables are not searched for tensors."""
+"""Packages whose classes and global variables are not searched for tensors, since models do not store tensors there."""
 _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 """The attributes of an `nn.Module` that hold its tensors and submodules. Its other dicts hold hooks."""
 

@@ -2,9 +2,10 @@
 companion of a bias is the matrix of its layer.
 
 An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values
-are promoted to float32. Activations are therefore rounded only if all these weights are cast. This common effect is counted once,
-in the score of the smallest weight. In a compute dtype, this score is the drift with all weights of the operation cast, minus the
-drift with only the companions cast. The scores of the weights of an operation then add up to the drift of the whole operation.
+are promoted to float32. Activations are therefore rounded only if all weights of the operation are cast. This common effect is
+counted once, in the score of the smallest weight. In a compute dtype such as bfloat16, this score is the drift with all weights of
+the operation cast, minus the drift with only the companions cast. The scores of the weights of an operation then add up to the
+drift of the whole operation.
 """
 
 from __future__ import annotations

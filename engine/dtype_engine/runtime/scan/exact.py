@@ -1,7 +1,7 @@
 """The exact scan: measures each weight in each dtype with separate candidate passes, instead of estimating the score.
 
-In each pass, usually one weight is cast. There is one exception, in a compute dtype: the smallest of several weights that one
-operation uses is cast together with the other weights of the operation (see `companions`).
+In each pass, usually one weight is cast. There is one exception, in compute dtypes such as bfloat16: the smallest of several
+weights that one operation uses is cast together with the other weights of the operation (see `companions`).
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class ExactScan:
     dtypes: tuple[str, ...]
     settings: RunSettings
     save: Path | None = None
-    """The file in which the results are saved. It is read at the start and written after every measurement. None: no file."""
+    """The file in which the results are saved. It is read at the start and written after every measurement. If None, results are
+    not saved.
+    """
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
     """The score and standard error of each finished measurement, keyed by weight and dtype."""
     unit: str = ""

@@ -1,8 +1,8 @@
 """Local errors: the output of an operation with one of its weights in another dtype, minus its output in the reference.
 
-`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference. There is one
-exception, for an operation with several weights: in a compute dtype, the local error of the smallest weight is the output with all
-these weights cast, minus the output with all but this weight cast (see `companions`).
+`LocalErrors` reruns a single operation as a candidate would. All its other arguments are the same as in the reference. There is one
+exception, for an operation with several weights and a compute dtype such as bfloat16: the local error of the smallest weight is the
+output with all weights cast, minus the output with all but this weight cast (see `companions`).
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """

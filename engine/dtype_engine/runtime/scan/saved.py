@@ -239,7 +239,7 @@ def read_any(path: Path) -> SavedScan:
 
 def _drifts(file: _File) -> Iterator[float | None]:
     """Yield the numbers in a saved scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins and
-    variances are not among them, because they may be NaN.
+    variances may be NaN and are left out.
     """
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:

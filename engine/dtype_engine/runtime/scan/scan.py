@@ -98,7 +98,9 @@ class Scan:
     budget: int = field(default_factory=memory_budget)
     """Maximum number of bytes for gradients and cast weights; by default, a quarter of the memory that is free at the start."""
     save: Path | None = None
-    """The file in which the results are saved. It is read at the start and written after every sequence. None: no file."""
+    """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
+    saved.
+    """
     done: dict[int, SequenceScores] = field(default_factory=dict)
     """The results of the finished sequences, keyed by sequence index."""
     unit: str = ""

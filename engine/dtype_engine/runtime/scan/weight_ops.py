@@ -95,11 +95,11 @@ class WeightOpRecorder(ReferenceMode):
     """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
-    dtype the model's code has read. `unfollowed` holds the weights of which a use was not recorded.
+    dtype the model's code has read. `unfollowed` holds the weights that were used in a way that could not be recorded.
 
-    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of the operations whose tensors
-    are copied, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
-    backward pass.
+    wanted: the weights whose operations are recorded. copies: the operations whose tensors are copied, because the model overwrites
+    them later, as indexes in the order of the pass. on_gradient: called in the backward pass as `on_gradient(operation, index of
+    the output, gradient)`.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two models that are compared, under the names that this model gives them."""
+    """The tensors of one model of a comparison (the checkpoint or its source), under the names that this model gives them."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
     """The stored dtype and the shape of each tensor, keyed by name. The dtype is a name in `core.dtypes` or of a block format of

@@ -347,7 +347,9 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence about activation scales, which come from calibration inputs and can't be recomputed, or () without any."""
+    """Return a sentence which says that activation scales were not compared: they come from calibration inputs and can't be
+    recomputed. Returns () if the export has none.
+    """
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()

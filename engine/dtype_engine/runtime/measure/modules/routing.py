@@ -2,7 +2,7 @@
 
 A router sends each token to a few experts, and an expert's input has one row for each of its tokens. If rounding sends a token to
 another expert, later rows of that input shift to other tokens, so comparing elements is meaningless. Outputs with one row for every
-token, such as those of routers and of the module that contains the experts, are always compared.
+token, such as the outputs of routers and of the module that contains the experts, are always compared.
 """
 
 from __future__ import annotations
