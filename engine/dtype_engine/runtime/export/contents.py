@@ -99,7 +99,7 @@ class ExportTensor:
     """
     byte_range: ByteRange | None = None
     """Where the source's file holds the values, if it holds them unchanged and contiguously: they are then read from there, without
-    mapping the file. Otherwise None.
+    memory-mapping the file. Otherwise None.
     """
     shared: SharedScale | None = None
     """The scale that this weight has in common with other weights, which runtimes fuse or loading packs with it. None if no other

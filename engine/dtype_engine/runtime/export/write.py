@@ -81,7 +81,7 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple
     """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
-    name within a dtype. metadata: texts by key, for the header.
+    name within a dtype. metadata: the texts that the header states in addition, keyed by name.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -109,8 +109,9 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    metadata: texts by key, for the header. lost: a list to which an entry is added for each weight whose cast makes values infinite
-    or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises Cancelled, UserError and OSError.
+    metadata: the texts that the file's header states in addition, keyed by name. lost: a list to which an entry is added for each
+    weight whose cast makes values infinite or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises
+    Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())

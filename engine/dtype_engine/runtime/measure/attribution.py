@@ -55,7 +55,9 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module, or a subtree: the modules at or below `name` that themselves run operations with weights, listed in `modules`."""
+    """What is measured at once: a single module, or the subtree of modules at or below the module `name`. modules: those modules in
+    it that themselves run operations with weights.
+    """
 
     name: str
     modules: tuple[str, ...]

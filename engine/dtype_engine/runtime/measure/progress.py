@@ -38,8 +38,8 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the numbers of the remaining sequences, starting with the next one. with_reference: those on which the reference also
-        has to run.
+        """Set the sequences that remain, starting with the next one. numbers: their indexes among the inputs. with_reference: the
+        indexes of those on which the reference also has to run.
 
         rest: the estimated fraction of these sequences that has to run before the results are precise enough; 1 if all have to run.
         If this estimate grows, the reported total does not.

@@ -57,7 +57,7 @@ class RunningTotals:
         self.dimensions = output.ndim
         """The number of dimensions of the main output: 3 if each token has a distribution, 2 if each example has one."""
         self.numbers: list[int] = []
-        """The numbers of the added sequences, in the order in which they were added."""
+        """The indexes (among the inputs) of the added sequences, in the order in which they were added."""
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim)

@@ -97,7 +97,7 @@ def converted_names(
 
 
 def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names under which transformers reports these tensors of the files, for example as unused.
+    """Return, for tensors of the files (`names`), the names under which transformers reports them, for example as unused.
 
     If the transformers functions for renaming are missing, the names are returned unchanged.
     """

@@ -51,7 +51,9 @@ class Weight:
     of the cast. The value is None for a cast that only rounds values.
     """
     stashed: torch.Tensor | None = None
-    """The cast data while a reference pass runs, because the module then holds the original data. Otherwise None."""
+    """While a reference pass runs with the original data in the module: the cast data, which is put back afterwards. Otherwise
+    None.
+    """
     stored_scale: torch.Tensor | None = None
     """The scales stored with this weight, or None for a stored dtype without scales. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()

@@ -316,8 +316,8 @@ def _restore_quantized(
     """Load into the module those weights which this program stored with scales and transformers can't load: weights with packed
     codes, and weights that consist of several stored tensors.
 
-    placements: the tensor of the module into which each tensor of the files is loaded. Returns the dtype and scales of all weights
-    that are stored with scales, keyed by their names in the module, and the names of the weights that this function loaded.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded. Returns the dtype and scales of all
+    weights that are stored with scales, keyed by their names in the module, and the names of the weights that this function loaded.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -348,7 +348,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mappi
     """Restore the stored data, memory-mapped from the file, of every tensor whose dtype changed on loading.
 
     A tensor that was packed from several stored tensors is cast back to their dtype, which is exact, since loading only widened it.
-    placements: the tensor of the module into which each tensor of the files is loaded.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -27,7 +27,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
     """Return the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows, or None if they are
     not whole rows of its matrices.
 
-    placements, shapes: the placements and shapes of these tensors, keyed by name.
+    placements, shapes: where each of these tensors is loaded, and its shape, both keyed by its name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}

@@ -64,7 +64,7 @@ def _integers_for_floats(
     checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
 ) -> Iterator[tuple[str, str]]:
     """Yield each integer tensor from which transformers would load a floating-point parameter, and a description of the tensor.
-    placements: the tensor of the module into which each tensor of the files is loaded.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded.
     """
     floats = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()

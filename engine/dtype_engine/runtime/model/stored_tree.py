@@ -48,8 +48,8 @@ def with_files(
 ) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantisation.
 
-    placements: the live tensor of each tensor of the files. headers: the tensors of the files, keyed by name. own_dtypes: whether
-    to keep the dtypes in `infos`, as for a live module, or use the files' dtypes.
+    placements: for each tensor of the files, the live tensor into which it is loaded. headers: the tensors of the files, keyed by
+    name. own_dtypes: whether to keep the dtypes in `infos`, as for a live module, or use the files' dtypes.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -113,7 +113,7 @@ def unused(
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors. A tied weight is split into separate tensors if the files hold different
-    values for its names, as transformers does. placements: the live tensor of each tensor of the files.
+    values for its names, as transformers does. placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     untied = []
     for info in infos:

@@ -48,7 +48,9 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Operations with products inside whose inputs are not rounded: no runtime quantises them, or the mode can't reach them."""
+"""Operations that contain matrix products, but whose inputs are not rounded: no runtime quantises them, or the mode can't reach
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)

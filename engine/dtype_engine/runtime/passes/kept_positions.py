@@ -76,8 +76,10 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder). `call` is the number of
-    the module's call: a shared embedding is first called for the encoder.
+    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder).
+
+    call: the number of the module's call in the pass. It decides for an embedding that encoder and decoder share, which is first
+    called for the encoder.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None

@@ -121,11 +121,13 @@ class _State:
         self._containers: list[tuple[Any, Any]] = []
         """Containers, each with a copy of the contents that it had when the state was saved."""
         self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []
-        """Classes and Python modules, each with a copy of its attributes and of the contents of those that are containers."""
+        """Classes and Python modules, each with a copy of its attributes. If an attribute is a container, its contents are copied,
+        too.
+        """
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
-        """Save the state of one module without that of its submodules."""
+        """Save the state of one module, but not of its submodules."""
         attributes = module.__dict__
         of_torch = [attributes[name] for name in _WITH_TENSORS if isinstance(attributes[name], dict)]
         self._named += [(each, each.copy()) for each in (attributes, *of_torch)]

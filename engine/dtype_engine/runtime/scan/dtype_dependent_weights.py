@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""Maximum number of weights to measure by separate passes, one for each dtype. If there are more such weights, those are measured
-whose output dtype is read first.
+"""Maximum number of weights to measure by separate passes; each weight needs one pass for each dtype. If there are more such
+weights, those are measured whose output dtype is read first.
 """
 
 

@@ -67,8 +67,8 @@ class ExactScan:
     """Measures the drift of each weight in each dtype with a separate pass, in which the rest of the model equals the reference.
     Modules that run before the weight is first used are not run again.
 
-    This class has the same interface as `Scan`, whose unit of work is a sequence. Here it is the measurement of one weight in one
-    dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to restore its recipe.
+    This class has the same interface as `Scan`. `Scan` works on one sequence at a time, and this class on one measurement: that of
+    one weight in one dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to restore its recipe.
     """
 
     model: LiveModel

@@ -61,7 +61,7 @@ class Fingerprint:
 
 
 def _digest(value: Any, into: Any) -> None:
-    """Add a value, including the tensors in it, to a hash."""
+    """Add a value, including the tensors in it, to the hash `into`."""
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)}".encode())
         into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

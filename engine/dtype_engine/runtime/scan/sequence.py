@@ -254,8 +254,8 @@ class _Gradients:
     call.
     """
     square_columns: torch.Tensor
-    """Where the products of `squares` and squared errors Δ² are summed: for each row of `squares`, the index of a column of
-    `SequenceScan._independent`.
+    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which its products with squared
+    errors Δ² are added: 0 for the probes, then one column for each sampled `topk` call.
     """
 
     @classmethod

@@ -33,8 +33,8 @@ from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
-"""Types of results that say nothing about a weight's values. A weight is not `unfollowed` if its operation returns only such a
-result.
+"""Types of results that say nothing about a weight's values, such as its shape or dtype. A weight is not `unfollowed` because of an
+operation with such a result.
 """
 
 
@@ -120,7 +120,7 @@ class WeightOpRecorder(ReferenceMode):
         self.unfollowed: set[str] = set()
         """The weights that the model used in a way that the recorder could not follow to the output."""
         self._own_dtypes_read: set[str] = set()
-        """The weights whose own dtype was read since the last recorded operation."""
+        """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
         self._by_location = {
             _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced

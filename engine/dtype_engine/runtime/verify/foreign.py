@@ -208,9 +208,10 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
-    """Compare a tensor of the checkpoint with a tensor of the source that has the same shape, some elements at a time. Returns how
-    many elements are not the source's values cast to the checkpoint's dtype, and the largest difference. name, found: the tensor's
-    names in the checkpoint and in the source.
+    """Compare a tensor of the checkpoint with the source's tensor, which has the same shape, some elements at a time. Returns how
+    many elements differ from the source's values cast to the checkpoint's dtype, and the largest difference.
+
+    name, found: the tensor's names in the checkpoint and in the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)

@@ -347,8 +347,8 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence which says that activation scales were not compared: they come from calibration inputs and can't be
-    recomputed. Returns () if the export has none.
+    """Return a sentence which says that activation scales were only checked to be finite and positive, since they come from
+    calibration inputs and can't be recomputed. Returns () if the export has none.
     """
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:

@@ -19,8 +19,8 @@ directly inside it are kept, too: some of them can then be skipped even if other
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
-    """Return the numbers of the sequences in which modules are compared. order: the sequence numbers in the order of running.
-    elements: the number of input elements of each sequence.
+    """Return the indexes (among the inputs) of the sequences in which modules are compared. order: the indexes of all sequences, in
+    the order of running. elements: the number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
     for number in order[1:]:

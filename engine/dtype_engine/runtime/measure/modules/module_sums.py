@@ -47,7 +47,9 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return sums for outputs that can't be compared by element: only how many more non-finite values the candidate has."""
+        """Return sums for outputs that can't be compared element by element. They only state how many more non-finite values the
+        candidate has.
+        """
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 
