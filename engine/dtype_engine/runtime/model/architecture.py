@@ -211,7 +211,6 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
 
 
 def _class_named(transformers: ModuleType, name: str) -> Any:
-    """Return the transformers model class of this name, or None if there is none."""
     if not name.isidentifier():
         return None
     try:

@@ -236,7 +236,6 @@ class WeightOpRecorder(ReferenceMode):
         return WeightOrigin(weight.info.name, _same, True)
 
     def _note(self, tensor: torch.Tensor, origin: WeightOrigin) -> None:
-        """Record the origin of a tensor that was computed from one weight."""
         self._made[id(tensor)] = tensor, origin
         self._by_location.setdefault(_location(tensor), id(tensor))
 
