@@ -93,7 +93,7 @@ PLAIN = Layout()
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
-    """Return the layout for an export of this checkpoint. Raises UserError."""
+    """Return the layout for an export of this checkpoint. Raises UserError if a folder of the source can't be read."""
     if checkpoint.form == "diffusers":
         return _pipeline(checkpoint)
     config = checkpoint.config or {}
@@ -230,7 +230,9 @@ class _FolderCopy:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the sorted entries of a folder, except hidden ones, which belong to version control or downloads. Raises UserError."""
+    """Return the sorted entries of a folder, except hidden ones, which belong to version control or downloads. Raises UserError if
+    the folder can't be read.
+    """
     with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 

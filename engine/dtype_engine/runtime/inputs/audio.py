@@ -106,7 +106,9 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Return the decoder's arguments for each batch, and phrases that say how they were created. There is one batch for each of the
-    user's texts or, without texts, one with random tokens. Without a decoder, the arguments are empty. Raises UserError.
+    user's texts or, without texts, one with random tokens. Without a decoder, the arguments are empty.
+
+    Raises UserError if the user provided texts and the model can't use them.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)

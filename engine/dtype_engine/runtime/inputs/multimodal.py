@@ -48,7 +48,9 @@ def image_token(model: LiveModel) -> int | None:
 
 
 def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with pictures and texts, for a model that accepts both. Raises UserError and NoForward."""
+    """Return inputs with pictures and texts, for a model that accepts both. Raises UserError for a picture or a text that can't be
+    used, and NoForward if no inputs can be created for the model.
+    """
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
         return _contrastive_inputs(model, options, pictures, made_of)
@@ -226,7 +228,9 @@ def _by_hand(
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """Return the number of positions that a picture occupies in the text, by running the model's vision part. Raises NoForward."""
+    """Return the number of positions that a picture occupies in the text, by running the model's vision part. Raises NoForward if
+    the model has no method for this, or if it fails.
+    """
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

@@ -124,8 +124,8 @@ def _id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Check the dimensions and channels of the argument `pixel_values`, for models with a convolution over pictures. where: the
-    words with which an error begins. Raises UserError.
+    """Raise UserError if the argument `pixel_values` has the wrong dimensions or channels for a model with a convolution over
+    pictures. where: the words with which an error begins.
     """
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)

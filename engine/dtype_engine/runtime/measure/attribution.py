@@ -105,7 +105,7 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of the model have shown, such as side effects of its modules."""
+    """Facts that passes of the model have shown, such as side effects of its modules, kept for later passes."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0

@@ -75,13 +75,13 @@ class DriftMeter:
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of `model` have shown, such as side effects of its modules."""
+    """Facts that passes of `model` have shown, such as side effects of its modules, kept for later passes."""
     candidate: LiveModel | None = None
     """The model whose current casts are compared with the reference; if None, `model`. Outputs of both models must have the same
     shape.
     """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of `candidate` have shown about it, if it is another model than `model`."""
+    """Facts that passes of `candidate` have shown about it, kept for later passes, if it is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)

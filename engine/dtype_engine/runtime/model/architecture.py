@@ -235,7 +235,7 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
     """Return the configuration as an object of the configuration class that the model class requires. If the model class is a part
-    of a composite model, return the configuration of that part. Raises NoForward.
+    of a composite model, return the configuration of that part. Raises NoForward if transformers rejects the configuration.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):

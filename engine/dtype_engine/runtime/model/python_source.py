@@ -90,7 +90,9 @@ def _tie_again(
 
 
 def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
-    """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError."""
+    """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError if the
+    user's code fails or does not make an `nn.Module`, or if the weights do not fit.
+    """
     assert source.attribute is not None
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -144,7 +146,9 @@ def _may_make_a_model(value: Any, module: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module. It can import from its own folder, as if it were run as a program. Raises UserError."""
+    """Import a Python file as a module. It can import from its own folder, as if it were run as a program. Raises UserError if its
+    code fails.
+    """
     name = f"_dtype_engine_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

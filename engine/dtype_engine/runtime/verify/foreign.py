@@ -60,7 +60,7 @@ def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
     """Return the tensors of a checkpoint. They are read with loaders of other packages. Those that are stored as 8-bit codes with
     scales are decoded.
 
-    Raises UserError.
+    trust: whether a pickle may run any code. Raises UserError if a file can't be read.
     """
     weights = checkpoint.weights
     values = of_files(checkpoint.files, frozenset(weights), trust, checkpoint.form == "diffusers")
