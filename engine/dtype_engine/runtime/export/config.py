@@ -107,9 +107,10 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
-    """Return the names with which a configuration entry lists `modules`. rest: the modules outside this entry.
+    """Return the entries with which a configuration group lists its linear modules (`modules`): their exact names. If all experts
+    of a layer are in the group, a single pattern, `name_of(layer)`, replaces their names.
 
-    If all experts of a layer belong to the entry, one pattern, `name_of(layer)`, replaces their names.
+    rest: the linear modules outside the group. The pattern would match an expert among them, too.
     """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)

@@ -23,7 +23,9 @@ from dtype_engine.runtime.export.layout import PLAIN, Layout
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 
 Quantized = tuple[torch.Tensor, ...]
-"""The tensors that store a weight with scales: codes, scales and the format's other tensors, in the order of the file."""
+"""The tensors with which a file stores a weight that has scales: its codes, its scales and the format's other tensors, in the order
+of the file.
+"""
 
 
 class SharedScale:
@@ -92,13 +94,17 @@ class ExportTensor:
     values: Callable[[], torch.Tensor]
     """A function that reads the source's values, which the export then casts to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
-    """A function that returns codes and scales which can be written as they are, or None if they must be computed."""
+    """A function that returns this weight's codes and scales, if they exist already and can be written unchanged. If this field is
+    None, the export computes codes and scales from `values`.
+    """
     byte_range: ByteRange | None = None
-    """The byte range from which the values are read without mapping the file. None if no file holds them unchanged and
-    contiguously.
+    """Where the source's file holds the values, if it holds them unchanged and contiguously: they are then read from there, without
+    memory-mapping the file. Otherwise None.
     """
     shared: SharedScale | None = None
-    """The scale that this weight shares with weights fused or packed together with it, or None if it has a scale of its own."""
+    """The scale that this weight has in common with other weights, which runtimes fuse or loading packs with it. None if no other
+    weight has the same scale.
+    """
     quantised_inputs: bool = False
     """Whether the exported configuration declares the inputs of this weight's layer as quantised."""
     input_scale: InputScale | None = None
@@ -137,22 +143,20 @@ class Contents:
     config: dict[str, Any] | None = None
     """The source's `config.json`."""
     folder: Path | None = None
-    """The source folder from which further files are copied."""
+    """The source folder, from which files without weights are copied."""
     linears: tuple[str, ...] = ()
     """The names of the linear modules. The `quantization_config` must list those that stay unquantised."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
-    """The files of the source."""
+    """The files from which the weights are read."""
     layout: Layout = PLAIN
     """The folders and files of the export."""
     identities: tuple[FileIdentity, ...] = ()
-    """The size, modification time and inode of each source file before it was read, to detect later changes."""
+    """The size, modification time and inode of each of `files`, recorded before the file was read, to detect later changes."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """Maps each omitted name of a tied weight to the name under which the weight is written."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """The settings of the run that the export belongs to. If this run quantises activations, `config.json` requests this from
-    runtimes, too.
-    """
+    """The settings with which the candidate runs. If they quantise activations, `config.json` requests this from runtimes, too."""
     coverage: Coverage | None = None
     """How many of the model's tensors the source has. If the model's tensors are unknown, those in the source's index are counted
     instead. None if there is no index either.

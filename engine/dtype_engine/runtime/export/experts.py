@@ -47,15 +47,15 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return those of `items` that are weights of experts in a layout that other programs read. transformers packs all such weights
-    of a layer into one weight, while other programs load them separately.
+    """Return the weights of experts among `items` that are in a layout which other programs read. They need notices of their own:
+    transformers packs all such weights of a layer into one weight, while other programs load them separately.
     """
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Return how `from_pretrained` of transformers fails on the experts among `items`, as a clause that begins with "it". Returns
-    None if it reads them correctly, or if they are not in a compressed-tensors layout.
+    """Return how `from_pretrained` of transformers fails on the experts among `items`, as a clause whose subject is "it" (for
+    `from_pretrained`). Returns None if it loads the experts correctly, or if they are not in a compressed-tensors layout.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):

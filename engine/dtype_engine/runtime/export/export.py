@@ -31,7 +31,7 @@ from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
-"""The weights in each weights file of one folder of the export, by file name."""
+"""The weights in each weights file of one folder of the export, keyed by file name."""
 
 
 def export(

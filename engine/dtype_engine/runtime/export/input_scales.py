@@ -29,9 +29,9 @@ def with_quantised_inputs(
     """Return the items (the weights to export), with quantised inputs declared for the layers that have them. In a format that
     stores a scale for a layer's inputs, such as NVFP4, the item also gets this scale.
 
-    A layer's inputs are quantised if `settings` request this, or if its weight is exported as stored and the source declares
-    quantised inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each weight, by weight
-    name.
+    A layer's inputs are quantised in two cases. First, if `settings` request this. Second, if its weight is exported as stored and
+    the source declares quantised inputs for it; the source's scale is then kept. ranges: the largest |value| of the inputs of each
+    weight, keyed by weight name.
 
     Fused weights use the largest range among them, since they have the same inputs. A layer that was never called (an expert to
     which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs several

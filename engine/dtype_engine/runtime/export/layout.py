@@ -89,11 +89,11 @@ class Layout:
 
 
 PLAIN = Layout()
-"""The layout of a transformers model, or of weights without a configuration."""
+"""The default layout, with all weights in the top folder: for a transformers model, and for weights without a configuration."""
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout:
-    """Return the layout for an export of this checkpoint. Raises UserError."""
+    """Return the layout for an export of this checkpoint. Raises UserError if a folder of the source can't be read."""
     if checkpoint.form == "diffusers":
         return _pipeline(checkpoint)
     config = checkpoint.config or {}
@@ -143,13 +143,15 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
 
 
 def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
-    """Return a configuration's diffusers class, or `otherwise` if there is none or the entry is not a valid class name."""
+    """Return the diffusers class that a configuration names, or `otherwise` if it names none or the name is not a valid class
+    name.
+    """
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
 
 
 class _FolderCopy:
-    """Collects the files to copy from a source folder, and notes about files that are not copied."""
+    """Collects the files that an export copies from a source folder, and writes notices about the files that it does not copy."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
@@ -159,8 +161,10 @@ class _FolderCopy:
         self.left_out: list[str] = []
 
     def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
-        """Collect the files of the top folder whose names match one of `patterns`. `folders` are the names of component folders,
-        whose files are collected by `everything` and `without_weights`.
+        """Collect the files directly in the source folder whose names match one of `patterns`.
+
+        folders: the names of the component folders. They are skipped, because `everything` and `without_weights` collect their
+        files.
         """
         for entry in _entries(self.source):
             if entry.name in folders and entry.is_dir():
@@ -226,7 +230,9 @@ class _FolderCopy:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Return the sorted entries of a folder, except hidden ones, which belong to version control or downloads. Raises UserError."""
+    """Return the sorted entries of a folder, except hidden ones, which belong to version control or downloads. Raises UserError if
+    the folder can't be read.
+    """
     with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
 

@@ -15,8 +15,8 @@ from dtype_engine.recipe.schemes import PER_CHANNEL, layout, weight_scheme
 
 
 class Outcome(StrEnum):
-    """Compares the values that transformers' `from_pretrained` loads with those that `load_pretrained` loads. Each member is a
-    sentence for the README, in which `{wide}` stands for the dtype in `config.json`.
+    """How the values that transformers' `from_pretrained` loads from an export compare with those that `load_pretrained` loads.
+    Each member is a sentence for the README, in which `{wide}` stands for the dtype in `config.json`.
     """
 
     SAME = "the same values"
@@ -71,7 +71,9 @@ weight.
 
 
 Kind = tuple[str, bool]
-"""A kind of weight: (format, whether the weight belongs to an expert). transformers packs experts, but not linear layers."""
+"""A kind of weight: (format, whether the weight belongs to an expert). Experts are a kind of their own because transformers packs
+all experts of a layer into one weight, which it does not do with linear layers.
+"""
 
 
 def outcomes(kinds: Collection[Kind], wide: str) -> dict[Kind, tuple[Outcome, Outcome]]:

@@ -13,7 +13,7 @@ from dtype_engine.runtime.export.contents import Contents
 
 
 def short(contents: Contents) -> str:
-    """Return one or two sentences on what the user gets by loading the export with diffusers or PEFT."""
+    """Return one or two sentences that say what the user gets by loading the export with diffusers or PEFT."""
     class_name = contents.layout.class_name
     if contents.layout.kind == "pipeline":
         return (
@@ -32,7 +32,9 @@ def short(contents: Contents) -> str:
 
 
 def section(contents: Contents, name: str) -> list[str]:
-    """Return the lines of the README's section on loading. name: the folder name."""
+    """Return the lines of the README's section on loading, for an export that is loaded with diffusers or PEFT. name: the folder
+    name.
+    """
     if contents.layout.kind == "pipeline":
         return _pipeline(contents.layout.class_name, name)
     if contents.layout.kind == "adapter":

@@ -24,8 +24,8 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
 
 
 def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Return notices of the tensors that stay as stored because no rule can cast them, with the reasons. placements: the model's
-    tensor into which each tensor of the files is loaded.
+    """Return notices of the tensors that stay as stored because no rule can cast them, with the reasons. placements: for each
+    tensor of the files, the model's tensor into which it is loaded.
     """
     unplaced, fixed = [], []
     for item in items:
@@ -65,7 +65,9 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice if runtimes will refuse the export because weights that they fuse have different formats, or ()."""
+    """Return a notice that runtimes will refuse the export, because weights that they fuse have different formats. Returns () if
+    there are no such weights.
+    """
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)
     if not groups:

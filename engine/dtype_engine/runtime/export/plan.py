@@ -69,7 +69,7 @@ def of_live(
     the module.
 
     planned: the current dtype of each tensor. input_ranges: the largest |value| of the inputs of each weight, keyed by weight name.
-    Raises UserError.
+    Raises UserError for a weight that can't be stored in its dtype.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
@@ -100,10 +100,12 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return `contents` with sentences on the tensors that the checkpoint lacks: tensors in its index, tensors that belong to
-    quantised weights, and tensors of the model (if `coverage` is known). Other problems of the index become notices of the export.
+    """Return `contents` with the fields `coverage` and `incomplete`, which state the tensors that the checkpoint lacks: tensors
+    that its index lists, tensors that a quantised weight needs, and tensors of the model. Any other problem of the index becomes a
+    notice.
 
-    coverage: how many of the model's tensors the checkpoint has. class_name: the class of this model.
+    coverage: how many of the model's tensors the checkpoint has; if None, the tensors in the index are counted instead. class_name:
+    the class of the model.
     """
     index, prefix = checkpoint.index, foreign_prefix(checkpoint.weights, checkpoint.config)
     incomplete = (
@@ -218,8 +220,9 @@ def _item(
 
 def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
     """Return whether other programs load a tensor of the files as the weight of a linear layer. It must be the weight of an
-    `nn.Linear` that has the same name in the model, or belong to an expert that loading packs with others. name, shape: those of
-    the tensor in the files. info: the model's tensor into which it is loaded.
+    `nn.Linear` that has the same name in the model, or belong to an expert that loading packs with others.
+
+    name, shape: the tensor's name and shape in the files. info: the model's tensor into which it is loaded.
     """
     if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
@@ -240,7 +243,9 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
-    """Return the items as a tuple. Raises UserError if there are none, or if two tensors would have the same name in the file."""
+    """Return the weights to export as a tuple. Raises UserError if there are none, or if two tensors would have the same name in
+    the file.
+    """
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()
@@ -257,7 +262,9 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns a live weight's codes and scales in `dtype`, or None if the export must compute them."""
+    """Return a function that returns the current codes and scales of a live weight, if the weight is now in `dtype`. Return None if
+    it is not, and for block formats: the export then computes codes and scales.
+    """
     if dtype in dtypes.BLOCK_FORMATS:
         return None
     data, scale = weight.tensor.data, weight.scale

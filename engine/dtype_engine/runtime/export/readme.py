@@ -59,8 +59,8 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
-    """Return the section on loading an export that is a transformers model, or weights without a configuration. name: the folder
-    name.
+    """Return the README's section on loading, for an export that is a transformers model or has weights without a configuration.
+    name: the folder name.
     """
     module = "" if contents.config is not None else ", module=YourModel()"
     ours = "gives the model with every weight in the dtype of the table, mapped from the files."
@@ -75,7 +75,7 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
         "",
         ours,
         "",
-        *_theirs(contents),
+        *_from_pretrained_lines(contents),
     ]
 
 
@@ -137,7 +137,7 @@ def _quantised_before(contents: Contents) -> str | None:
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
-def _theirs(contents: Contents) -> list[str]:
+def _from_pretrained_lines(contents: Contents) -> list[str]:
     """Return the README's lines on what transformers' `from_pretrained` loads from the export."""
     if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [

@@ -1,5 +1,6 @@
-"""Scales that several tensors of an export share. Fused siblings (see `core.fused`) share a scale. Weights that loading packs into
-one weight, such as the experts of a layer, also share a scale if the packed weight has one scale for them.
+"""Scales that several tensors of an export share. Weights that runtimes fuse into one matrix, such as query, key and value (see
+`core.fused`), share a scale. Weights that loading packs into one weight, such as the experts of a layer, also share a scale if the
+packed weight has one scale for them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def with_packed_scales(
     """Return the items (the weights to export), with `packed_into` set for each one that loading packs with others into one weight.
     If a scale of the packed weight covers several items, they get a common scale.
 
-    placements: the model's tensor into which each tensor of the files is loaded. Raises UserError if the packed weight can't have
-    the same scales as its items, for example because a block would extend over two items.
+    placements: for each tensor of the files, the model's tensor into which it is loaded. Raises UserError if the packed weight
+    can't have the same scales as its items, for example because a block would extend over two items.
     """
     into = {name: placement.name for name, placement in placements.items() if placement.part}
     items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]

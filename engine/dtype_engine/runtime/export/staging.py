@@ -68,7 +68,6 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
 
 
 def _sync_all(folder: Path) -> None:
-    """Flush a folder and everything in it to the disk."""
     for entry in folder.iterdir():
         if entry.is_dir():
             os.chmod(entry, 0o777 & ~umask())

@@ -81,7 +81,7 @@ def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple
     """Return the length and the header of a file as bytes, and the file offset at which each tensor begins.
 
     The order of the tensors is that of the safetensors library: the widest dtypes first, so that every tensor is aligned, and by
-    name within a dtype. metadata: texts by key, for the header.
+    name within a dtype. metadata: the texts that the header states in addition, keyed by name.
     """
     table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
@@ -109,8 +109,9 @@ def write_file(
 ) -> None:
     """Write a safetensors file with these weights. Several threads each write one weight at a time.
 
-    metadata: texts by key, for the header. lost: a list to which an entry is added for each weight whose cast makes values infinite
-    or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises Cancelled, UserError and OSError.
+    metadata: the texts that the file's header states in addition, keyed by name. lost: a list to which an entry is added for each
+    weight whose cast makes values infinite or zero (see `ValueLoss`), in any order. If None, such values are not counted. Raises
+    Cancelled, UserError and OSError.
     """
     head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
@@ -220,8 +221,10 @@ def _write_bytes(tensor: torch.Tensor, out: _Target, at: int) -> None:
 def _write_codes(
     tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Target, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
-    """Write the codes of a tensor in float8 or int8 without blocks, one byte for each code, from the file offset `at` on. counter:
-    counts the values that saturate or become zero; if None, they are not counted. Returns the scales.
+    """Quantize a tensor to float8 or int8 (a format without blocks), and write its codes, one byte each, from the file offset `at`
+    on. Returns the scales, which are not written.
+
+    counter: counts the values that saturate or become zero; if None, they are not counted.
     """
 
     def write(start: int, codes: torch.Tensor) -> None:
@@ -244,7 +247,9 @@ def _write_blocks(
     out: _Target,
     counter: LossCounter | None,
 ) -> None:
-    """Quantize a tensor to a block format and write it: packed codes chunk by chunk, then scales and the format's other tensors.
+    """Quantize a tensor to a block format and write all tensors that store it: first its packed codes, some rows at a time, then
+    its scales and the format's other tensors.
+
     offsets: where each of these tensors begins in the file. counter: counts the values that saturate or become zero; if None, they
     are not counted.
     """
@@ -268,8 +273,8 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Target, at: int) -> None:
-    """Copy the bytes of a tensor from one file to another. Raises Cancelled, UserError and OSError. at: the offset in the target
-    file.
+    """Copy the bytes of a tensor from a source file to the offset `at` of the written file. Raises Cancelled, UserError and
+    OSError.
     """
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115

@@ -119,9 +119,10 @@ class BlockWork:
         return mx.scales(amax, self.element, self.blocks.rule)
 
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
-        """Return the largest magnitude in each block: float32 [blocks down, blocks across]. The bits are compared as integers: for
-        non-negative floats, integers have the same order as the floats, and torch reduces small groups of integers several times as
-        fast.
+        """Return the largest of the given magnitudes in each block: float32 [blocks down, blocks across].
+
+        The magnitudes are compared by their bits, read as integers, since non-negative floats have the same order as their bits,
+        and torch reduces small groups of integers several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -142,8 +143,8 @@ class BlockWork:
 
 
 def _drop_nan(values: torch.Tensor) -> None:
-    """Replace each NaN by 0 in place, because no code represents NaN. If the sum of all values is not NaN, there is none to
-    replace.
+    """Replace each NaN by 0 in place, because no code represents NaN. Nothing is done if the sum of all values is not NaN, since
+    none of them is NaN then.
     """
     if bool(torch.isnan(values.sum())):
         values.nan_to_num_(0.0)

@@ -22,7 +22,9 @@ def code_range(element: DType) -> tuple[int, int]:
 
 
 def code_limit(scales: Scales, element: DType) -> torch.Tensor | None:
-    """Return for each group the largest |code - zero point| whose product with the scale is finite in float32. None: no limit."""
+    """Return for each group the largest |code - zero point| whose product with the scale is finite in float32. Returns None if no
+    code needs a limit.
+    """
     least, most = code_range(element)
     reach = most - least if scales.zero is not None else -least
     limit = torch.floor(FLOAT32_MAX / scales.effective)

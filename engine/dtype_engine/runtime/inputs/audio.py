@@ -106,7 +106,9 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
 
 def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
     """Return the decoder's arguments for each batch, and phrases that say how they were created. There is one batch for each of the
-    user's texts or, without texts, one with random tokens. Without a decoder, the arguments are empty. Raises UserError.
+    user's texts or, without texts, one with random tokens. Without a decoder, the arguments are empty.
+
+    Raises UserError if the user provided texts and the model can't use them.
     """
     if not (options.prompts or options.texts):
         row, how = decoder_start(model)
@@ -181,8 +183,10 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """Return the spectrogram shape in the configuration, or None if the model accepts samples or no shape is specified. argument:
-    the name of the forward pass's audio argument.
+    """Return the two dimensions (mel bins and frames, in the order of the model) of the spectrogram that a model's configuration
+    specifies. Returns None if the configuration specifies none, or if the model accepts samples instead.
+
+    argument: the name of the forward pass's audio argument.
     """
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":

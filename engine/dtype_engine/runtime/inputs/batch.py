@@ -22,7 +22,9 @@ class Batch:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     next_tokens: torch.Tensor | None = None
-    """The correct next token at each position, or -100: int64 [batch, positions]. None if the model predicts no tokens."""
+    """The correct next token at each position, int64 [batch, positions], with -100 where there is none. None if the model predicts
+    no tokens.
+    """
     text: str | None = None
     """The text from which the inputs were made, for display, or None if it is unknown."""
     about: str | None = None

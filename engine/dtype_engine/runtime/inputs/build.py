@@ -86,8 +86,8 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with a picture and a text in each batch. For a language model for which no picture can be created, and if the
-    user provided none, return inputs with text only.
+    """Return inputs with a picture and a text in each batch. They have only text if the model is a language model, the user
+    provided no picture, and none can be created.
     """
     try:
         used = options.chat and processor_template(model) is not None

@@ -49,7 +49,9 @@ class Picture:
 
 
 def picture_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with one batch per picture, for a model without text input. A decoder gets random tokens. Raises UserError."""
+    """Return inputs with one batch per picture, for a model without text input. A decoder gets random tokens. Raises UserError for
+    a picture that can't be used, and NoForward if the model's processor returns no pixels.
+    """
     pictures, made_of = make_pictures(model, options)
     more, decoder = decoder_start(model)
     batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)

@@ -18,7 +18,9 @@ from dtype_engine.core.input_limits import InputLimits
 from dtype_engine.runtime.inputs.limited_child import OUT_OF_MEMORY
 
 Conversation = tuple[str, list[dict[str, Any]], bool]
-"""A tuple: where a conversation comes from, for errors; its messages; whether its text ends with the words that begin an answer."""
+"""A conversation as a tuple of three items: its origin, for error messages; its messages; and whether the chat template adds the
+words with which the model's answer begins.
+"""
 _CHILD = Path(__file__).with_name("limited_child.py")
 _MEMORY = 1 << 30
 _MEMORY_PER_CHARACTER = 256
@@ -117,7 +119,9 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
 
 
 def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
-    """Return whether a tokenizer encodes and decodes the texts within the default limits. Raises PartFails if it fails."""
+    """Return whether a tokenizer encodes and decodes the texts within the default limits. Raises PartFails if the tokenizer itself
+    fails.
+    """
     try:
         try_tokenizer(title, tokenizer, texts, InputLimits())
     except NoForward:
@@ -126,8 +130,8 @@ def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of what a tokenizer does before it looks up tokens (its normalizer, pre-tokenizer and added tokens), as
-    plain data.
+    """Return the settings of the steps that a tokenizer performs before it looks up tokens (its normalizer, its pre-tokenizer, and
+    the search for added tokens), as plain data.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
@@ -138,8 +142,8 @@ def _parts(tokenizer: Any) -> dict[str, Any]:
 
 
 def _state(step: Any) -> Any:
-    """Return the settings of one step of a tokenizer, such as its normalizer, as its tokenizer.json has them. None if there is no
-    such step or if it is written in Python.
+    """Return the settings of one step of a tokenizer, such as its normalizer, in the form of tokenizer.json. Returns None if there
+    is no such step, or if it is written in Python.
     """
     try:
         return None if step is None else json.loads(step.__getstate__())
@@ -159,12 +163,12 @@ def _growth(decoder: Any) -> int:
     return math.prod(map(_growth, decoder.get("decoders", ())))
 
 
-def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> list[dict[str, Any]]:
+def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int) -> list[dict[str, Any]]:
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
-    job: what the child runs, either a chat template or a tokenizer's steps, with the texts to run it on. memory: how many bytes the
-    child may use in addition to the imported libraries. pieces: the number of texts; the child may use the time limit for each of
-    them. Raises _Ended if the child exceeds a limit or fails.
+    job: the chat template or the steps of a tokenizer that the child runs, with the texts to run them on. memory: how many bytes
+    the child may use in addition to the imported libraries. allowances: how many times the time limit for one text the child may
+    take in all. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"
@@ -174,7 +178,7 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> 
             input=json.dumps({**job, "seconds": seconds, "memory": memory}).encode(),
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=_START_SECONDS + _BUSY * seconds * max(1, pieces),
+            timeout=_START_SECONDS + _BUSY * seconds * max(1, allowances),
             check=False,
         )
     except subprocess.TimeoutExpired:

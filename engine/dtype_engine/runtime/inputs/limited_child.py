@@ -22,9 +22,11 @@ OUT_OF_MEMORY = 3
 
 
 def render(job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Apply a chat template to conversations. Returns an object with the resulting `text` for each conversation. At the first
-    conversation on which the template fails or returns too long a text, the list ends with an object with the `error` or the text's
-    length in `bytes`. job: the template, its variables, the conversations and the limits.
+    """Apply a chat template to conversations. Returns a list with an object for each conversation, which holds the resulting
+    `text`. The list ends early at a conversation for which the template fails or returns too long a text: its object holds the
+    `error`, or the text's length in `bytes`.
+
+    job: the template, its variables, the conversations and the limits.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 

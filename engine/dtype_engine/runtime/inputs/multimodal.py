@@ -48,12 +48,14 @@ def image_token(model: LiveModel) -> int | None:
 
 
 def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return inputs with pictures and texts, for a model that accepts both. Raises UserError and NoForward."""
+    """Return inputs with pictures and texts, for a model that accepts both. Raises UserError for a picture or a text that can't be
+    used, and NoForward if no inputs can be created for the model.
+    """
     pictures, made_of = make_pictures(model, options)
     if is_contrastive(model):
-        return _compared(model, options, pictures, made_of)
+        return _contrastive_inputs(model, options, pictures, made_of)
     if (token := image_token(model)) is not None:
-        return _seen(model, options, pictures, made_of, token)
+        return _vision_language_inputs(model, options, pictures, made_of, token)
     texts, given = prompt_texts(options, [CAPTION])
     batches = []
     how = ""
@@ -110,7 +112,9 @@ def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, st
     return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 
 
-def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
+def _contrastive_inputs(
+    model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]
+) -> Inputs:
     """Return inputs for a contrastive model: a single batch with all pictures and all texts. made_of: phrases that say how the
     pictures were created.
     """
@@ -128,7 +132,9 @@ def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_
     )
 
 
-def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
+def _vision_language_inputs(
+    model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int
+) -> Inputs:
     """Return inputs for a vision language model: one batch for each pair of a picture and a prompt. The text has one image token
     for each feature vector of the picture. made_of: phrases that say how the pictures were created. token: the image token's id.
     """
@@ -222,7 +228,9 @@ def _by_hand(
 
 
 def _features(model: LiveModel, picture: Picture) -> int:
-    """Return the number of positions that a picture occupies in the text, by running the model's vision part. Raises NoForward."""
+    """Return the number of positions that a picture occupies in the text, by running the model's vision part. Raises NoForward if
+    the model has no method for this, or if it fails.
+    """
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
         raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")

@@ -127,7 +127,7 @@ def vocabulary(model: LiveModel) -> int | None:
 
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return those outputs of a processor that the forward pass accepts as arguments. A list of tensors is stacked into one tensor.
-    kwargs: all outputs of the processor, by name.
+    kwargs: all outputs of the processor, keyed by name.
     """
     names = parameters(model.module)
     taken = {key: value for key, value in kwargs.items() if key in names}

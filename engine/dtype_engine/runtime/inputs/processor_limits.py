@@ -1,4 +1,6 @@
-"""Checks the sizes in the settings of a model's preprocessing, before it is loaded and before it creates anything so large."""
+"""Checks the sizes in the settings of a model's preprocessing, so that a malicious or wrong setting can't make it allocate too much
+memory. They are checked before the preprocessing is loaded, and again before it processes an input.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def made_values(processor: Any, width: int, height: int) -> int:
 
 
 def made_features(extractor: Any, samples: int) -> int:
-    """Return the approximate number of values that a feature extractor computes for audio with this number of samples: the samples
-    in all windows, or the bins of all frames.
+    """Return the approximate number of values that a feature extractor computes for audio with this number of samples. For each
+    window of the audio, it computes the window's samples or its frequency bins, whichever are more.
     """
     padded = max(samples, _setting(extractor, "n_samples", 0))
     hop, window, bins = (_setting(extractor, name, 1) for name in ("hop_length", "n_fft", "feature_size"))
@@ -65,7 +67,7 @@ def made_features(extractor: Any, samples: int) -> int:
 
 
 def _setting(processor: Any, name: str, default: int) -> int:
-    """Return a setting that is a number, or `default` if it is something else or 0."""
+    """Return the processor's setting `name` as an integer, or `default` if the setting is missing, 0 or not a number."""
     value = getattr(processor, name, None)
     return int(value) if value and isinstance(value, (int, float)) else default
 
@@ -121,9 +123,9 @@ def _refuse(title: str, why: str) -> None:
 def _area(size: Any, width: int, height: int, by_pixels: bool) -> int:
     """Return the number of pixels of a picture after an image processor has resized it.
 
-    size: the setting with the new size, in one of the forms that image processors accept. width, height: those of the picture
-    before. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole picture, as in
-    Qwen2-VL, instead of the length of an edge.
+    size: the setting with the new size, in one of the forms that image processors accept. width, height: the size of the picture
+    before resizing. by_pixels: whether `shortest_edge` and `longest_edge` in `size` limit the number of pixels of the whole
+    picture, as in Qwen2-VL, instead of the length of an edge.
     """
     if isinstance(size, (int, float)):
         return int(size * size)

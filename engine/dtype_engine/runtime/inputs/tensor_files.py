@@ -46,7 +46,9 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
 
 
 def read_tensors(path: Path) -> Any:
-    """Return the content of a file of tensors: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
+    """Return the content of a file of tensors: a dictionary keyed by tensor name, a tuple, a tensor, or a list of these. Raises
+    UserError.
+    """
     suffix = path.suffix.lower()
     if suffix == ".safetensors":
         return _calls(path, _safetensors(path))
@@ -116,7 +118,9 @@ def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _checked(path: Path, value: Any) -> Any:
-    """Return the content of a pickle if it holds the arguments of one or several forward passes. Raises UserError otherwise."""
+    """Return `value`, the content of a pickle, if it holds the arguments of one or several forward passes. Raises UserError
+    otherwise.
+    """
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise UserError(f"{path} has no tensors")

@@ -54,7 +54,9 @@ _DEFAULT_SAMPLES = tuple(TextSample(text, where="the built-in prompts") for text
 
 
 def text_inputs(model: LiveModel, options: Options) -> Inputs:
-    """Return sequences of token ids for a language model, an encoder, or an encoder and its decoder. Raises UserError."""
+    """Return sequences of token ids for a language model, an encoder, or an encoder and its decoder. Without a tokenizer, the ids
+    are random. Raises UserError for a text that can't be used.
+    """
     config = model.module.config
     longest = sequence_length(model, options)
     tokenizer = tokenizer_of(model)
@@ -225,7 +227,7 @@ def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: Inp
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
     """Return the texts to combine with pictures or audio, and whether the user provided them. default: the texts if the user
-    provided none. Raises UserError.
+    provided none. Raises UserError for a conversation (`messages`), which can't be combined with them.
     """
     texts = []
     for sample in text_samples(options):

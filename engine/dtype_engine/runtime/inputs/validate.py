@@ -98,7 +98,9 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
-    """Return the number of different ids that an argument may hold, or None if that is unknown. name: the name of the argument."""
+    """Return the number of different ids that the argument `name` may hold, such as the size of the vocabulary for `input_ids`.
+    Returns None if that is unknown.
+    """
     config = model.module.config
     if name == "token_type_ids":
         size = getattr(text_config(config), "type_vocab_size", None)
@@ -122,8 +124,8 @@ def _id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Check the dimensions and channels of the argument `pixel_values`, for models with a convolution over pictures. where: the
-    words with which an error begins. Raises UserError.
+    """Raise UserError if the argument `pixel_values` has the wrong dimensions or channels for a model with a convolution over
+    pictures. where: the words with which an error begins.
     """
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)

@@ -55,7 +55,9 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A module, or a subtree: the modules at or below `name` that themselves run operations with weights, listed in `modules`."""
+    """What is measured at once: a single module, or the subtree of modules at or below the module `name`. modules: those modules in
+    it that themselves run operations with weights.
+    """
 
     name: str
     modules: tuple[str, ...]
@@ -103,7 +105,7 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of the model have shown, such as side effects of its modules."""
+    """Facts that passes of the model have shown, such as side effects of its modules, kept for later passes."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -115,9 +117,9 @@ class Attribution:
         elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
         """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
-        `on_progress(done, total)` counts the measured modules or subtrees.
 
-        Raises NoForward, KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements. Raises NoForward,
+        KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -203,7 +205,7 @@ class Attribution:
         done = 0
         while queue:
             _, name, members = heapq.heappop(queue)
-            parts = [Part(part, tuple(inside)) for part, inside in _opened(name, members)]
+            parts = [Part(part, tuple(inside)) for part, inside in _children_of(name, members)]
             if done and done + len(parts) > MOST_PASSES:
                 continue
             contributions.pop(name, None)
@@ -263,7 +265,7 @@ class Attribution:
 
 
 class _LocalError(ModuleObserver):
-    """Compares the outputs of one module during a pass with those of the reference."""
+    """Compares the outputs of one module during a pass with the module's outputs in the reference."""
 
     def __init__(self, module: str | None) -> None:
         self.module = module
@@ -286,9 +288,11 @@ class _LocalError(ModuleObserver):
                 self._sums.add(sums)
 
 
-def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Split the subtree `name`, which has these modules, into its children. Returns (child, its modules) for each. While there is
-    only one child, split this child instead.
+def _children_of(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Split a subtree, the module `name`, into its children. Returns a pair for each child: the child's name, and those of
+    `modules` that are in it. If there is only one child, that child is split instead.
+
+    modules: the modules of the subtree that run operations with weights.
     """
     parts: dict[str, list[str]] = {}
     for module in modules:
@@ -298,7 +302,7 @@ def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
     if len(parts) == 1:
         only, members = next(iter(parts.items()))
         if only != name and len(members) > 1:
-            return _opened(only, members)
+            return _children_of(only, members)
     return list(parts.items())
 
 

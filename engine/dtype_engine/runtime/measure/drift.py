@@ -45,8 +45,8 @@ _WITH_FAST_PATH = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.Multihe
 
 
 def budget_for(asked: int | None = None) -> int:
-    """Return how many bytes of outputs may be kept between measurements: `asked`, or if None a quarter of free memory up to
-    `MOST_KEPT`.
+    """Return how many bytes of outputs may be kept between measurements: `asked` or, if it is None, a quarter of the free memory,
+    at most `MOST_KEPT`.
     """
     return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
@@ -75,16 +75,18 @@ class DriftMeter:
     reuse: bool = True
     """Whether outputs of the candidate's last pass are reused if they can't have changed since then."""
     behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of `model` have shown, such as side effects of its modules."""
+    """Facts that passes of `model` have shown, such as side effects of its modules, kept for later passes."""
     candidate: LiveModel | None = None
-    """The currently cast model to compare; if None, `model`. Outputs of both models must have the same shape."""
+    """The model whose current casts are compared with the reference; if None, `model`. Outputs of both models must have the same
+    shape.
+    """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """What passes of `candidate` have shown about it, if it is another model than `model`."""
+    """Facts that passes of `candidate` have shown about it, kept for later passes, if it is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The number of module calls in a pass that watches all modules (key True) or only some (False)."""
+    """The number of module calls in a pass, keyed by whether the pass watches all modules (True) or only some (False)."""
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -182,7 +184,9 @@ class DriftMeter:
                 yield totals
 
     def _runners(self, cancelled: IsCancelled, stack: ExitStack) -> tuple[ForwardRunner, ForwardRunner]:
-        """Return the runners of the reference and the candidate, which `stack` closes. For a single model, they are the same."""
+        """Return the runners of the reference and the candidate, which `stack` closes. If both are the same model, they are the
+        same runner.
+        """
         reference = stack.enter_context(ForwardRunner(self.model, self.settings, cancelled, behavior=self.behavior))
         if self.candidate is None or self.candidate is self.model:
             return reference, reference
@@ -194,7 +198,9 @@ class DriftMeter:
     def _expect(
         self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
     ) -> None:
-        """Tell `progress` over which sequences the reference and the candidate still have to run."""
+        """Update, in the progress report, the sequences over which the reference and the candidate still have to run, including
+        `step`.
+        """
         every = (listener.all_modules or never)()
         steps = {
             step.number: step.compares_modules,
@@ -290,7 +296,9 @@ def _comparable_output(ran: PassResult[Any], reference: ReferenceRecord) -> torc
 
 
 def _precision(listener: MeasurementListener) -> float | None:
-    """Return the precision that the listener currently requests, or None if all inputs have to be run."""
+    """Return the relative standard error at which the measurement may currently stop, according to the listener. Returns None if
+    all inputs have to be run.
+    """
     return None if listener.precision is None else listener.precision()
 
 

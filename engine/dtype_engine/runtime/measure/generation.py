@@ -29,7 +29,7 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
     Returns both continuations of each prompt.
 
     If the user gave no prompts, only the first input is continued: the first `PROMPT_TOKENS` of a calibration text, or an image,
-    for which a caption is generated. Raises NoForward if the model can't generate, and the errors of a measurement.
+    for which a caption is generated. Raises NoForward if the model can't generate or can't be run, KernelError and Cancelled.
     """
     module = runner.model.module
     can = getattr(module, "can_generate", None)
@@ -61,7 +61,9 @@ def _own_generate(module: Any) -> bool:
 
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
-    """Return the arguments for `generate`: those of the batch without arguments that only a single forward pass accepts."""
+    """Return the arguments with which to call `generate`: the batch's arguments except those that only a single forward pass
+    accepts.
+    """
     # Tensors are copied, because BLIP's own `generate` writes its start token into the given ids.
     kwargs = {
         name: value.clone() if isinstance(value, torch.Tensor) else value

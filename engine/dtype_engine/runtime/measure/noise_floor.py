@@ -32,7 +32,9 @@ ENOUGH_POSITIONS = 256
 """Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
 _SAME_ROWS = 1e-2
 _RUNS = 4
-"""Runs that progress counts for each batch: the reference, another attention kernel, and a doubled batch (counted as 2)."""
+"""How many runs the progress counts for each batch: one of the reference, one with another attention kernel, and two for a batch of
+twice the size.
+"""
 
 
 def measure_noise_floor(
@@ -46,8 +48,8 @@ def measure_noise_floor(
     """Return the noise floor: the differences between the reference and two variants of it, one with another attention
     implementation and one with each input twice in a batch. Variants that the model does not support are skipped.
 
-    behavior: what earlier passes have shown about the model. `on_progress(done, total)` counts runs on one input; `total` is an
-    estimate. Raises NoForward if the reference fails.
+    behavior: what earlier passes have shown about the model. `on_progress(done, total)` is called with the numbers of finished runs
+    and of all runs, each on one input; `total` is an estimate. Raises NoForward if the reference fails.
     """
     comparisons: dict[str, OutputMetrics] = {}
     positions = 0
@@ -104,8 +106,8 @@ def _run(runner: ForwardRunner, batch: Batch) -> Any:
 def _variants(
     runner: ForwardRunner, batch: Batch, reference: torch.Tensor
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Rerun the reference in each variant. Yields the variant's name and its main output, or None if it fails. reference: the main
-    output of the reference itself.
+    """Rerun the reference in each variant. Yields the variant's name, and its main output or None if the variant fails. reference:
+    the main output of the reference itself.
     """
     with other_attention(runner.model.module) as attention:
         yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None

@@ -72,7 +72,9 @@ class _OpObserver(TorchFunctionMode):
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
-        """Set the pass's mode, and return this observer. It is used as `PassOptions.around`."""
+        """Set the torch-function mode of the observed pass. Returns this observer, as a context to enter before that mode: the
+        method is used as `PassOptions.around`.
+        """
         self.observed = mode
         return self
 
@@ -137,8 +139,8 @@ class _OpObserver(TorchFunctionMode):
 
 @dataclass
 class _FinishedModules(ModuleObserver):
-    """Observes a pass. It appends the name of each finished module to `operations.events`, and collects the names of the modules
-    with non-finite outputs in `names`.
+    """An observer that records the modules which finish in a pass. It appends the name of each one to `operations.events`, between
+    the non-finite operations there, and adds the names of the modules with non-finite outputs to `names`.
     """
 
     operations: _OpObserver
@@ -282,8 +284,8 @@ def _find_culprit(
 def _finite_output_under(
     meter: DriftMeter, tree: Tree, recipe: Recipe, what: Literal["output", "modules"], cancelled: IsCancelled
 ) -> OutputDrift | None:
-    """Measure the drift of the output under a recipe. Returns None if the model can't be run, or if the output (`what="modules"`:
-    the output or any module) is not finite.
+    """Cast the model by a recipe, and measure the drift of the main output. Returns None if the model can't be run or its main
+    output is not finite. If `what` is "modules", also returns None if the output of any module is not finite.
     """
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:
@@ -297,7 +299,9 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rule: Rule, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Rule, OutputDrift]:
-    """Return the rule with float32 in place of bfloat16, and its drift, if that drift is lower; else the given rule and drift."""
+    """Try whether a remedy is better with float32 in place of bfloat16. Returns the float32 rule and its drift if this drift is
+    lower than `output`, the drift under `rule`. Otherwise returns `rule` and `output`.
+    """
     wider = Rule.make(rule.pattern, "float32")
     after = _finite_output_under(meter, tree, recipe.then(wider), "modules", cancelled)
     return (wider, after) if after is not None and drifts_less(after, output) else (rule, output)
@@ -339,8 +343,8 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
-    """Return whether an argument of a torch call is an infinite number or NaN. A non-finite result is then what the model's code
-    asked for, and no error.
+    """Return whether an argument of a torch call is an infinite number or NaN. If so, the model's code intends non-finite values,
+    and they are no error.
     """
     return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
 
@@ -357,7 +361,9 @@ def _numbers(func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Iterator[
 
 
 def _masks(result: torch.Tensor, smallest_given: float) -> bool:
-    """Return whether the non-finite values are masks: all are -infinity, and an argument was about the dtype's lowest value.
+    """Return whether the non-finite values of a result are attention masks, which are no error. They are if all of them are
+    -infinity, and an argument of the operation was already close to the dtype's lowest value.
+
     smallest_given: the smallest number among the arguments.
     """
     lowest = torch.finfo(result.dtype).min

@@ -19,15 +19,15 @@ class Step:
     compares_modules: bool
     """Whether modules are compared in this sequence. If False, only the main output is compared."""
     left: tuple[int, ...]
-    """The numbers of the sequences that remain after this step."""
+    """The indexes (among the inputs) of the sequences that remain after this step."""
 
 
 class MeasurementPlan:
     """Plans the order in which a measurement runs the sequences, and in which of them modules are compared.
 
-    order: the sequence numbers in the order of running. outline: names of the modules that are observed in the sequences in which
-    modules are not compared. Until one pass has observed all modules, `outline` is None, which means all. cached: the modules of
-    `outline` whose outputs are kept, so that later measurements can reuse them.
+    order: the indexes of the sequences, in the order of running. outline: names of the modules that are observed in the sequences
+    in which modules are not compared. Until one pass has observed all modules, `outline` is None, which means all. cached: the
+    modules of `outline` whose outputs are kept, so that later measurements can reuse them.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -51,8 +51,8 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether modules are always compared in the sequence with this number. In other sequences, they are compared only
-        if the listener of the measurement requests it.
+        """Return whether modules are always compared in the sequence with the index `number`. In other sequences, they are compared
+        only if the listener of the measurement requests it.
         """
         return number in self._compared
 
@@ -72,8 +72,8 @@ class MeasurementPlan:
 
 
 def running_order(batches: Sequence[Batch]) -> tuple[int, ...]:
-    """Return the batch numbers in the order of running. The shortest batch is the first, so that a result is available soon.
-    Consecutive parts of a text are alike, so the order of the others keeps neighbours far apart.
+    """Return the indexes of the batches in the order of running. The shortest batch is the first, so that a result is available
+    soon. Consecutive parts of a text are alike, so the order of the others keeps neighbours far apart.
     """
     count = len(batches)
     numbers = range(count)

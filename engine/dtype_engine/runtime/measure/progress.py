@@ -21,8 +21,8 @@ class MeasurementProgress(ModuleObserver):
     The finished fraction of the current pass is estimated from its module calls. All outputs are passed on to the observer given to
     `begin_pass`.
 
-    calls: the number of module calls in a pass that watches all modules (True) or only some (False), if known; it is updated after
-    each pass. modules: the number of the model's modules, used as an estimate before the first pass.
+    calls: the number of module calls in a pass, if known, keyed by whether the pass watches all modules or only some; it is updated
+    after each pass. modules: the number of the model's modules, used as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -38,8 +38,8 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the numbers of the remaining sequences, starting with the next one. with_reference: those on which the reference also
-        has to run.
+        """Set the sequences that remain, starting with the next one. numbers: their indexes among the inputs. with_reference: the
+        indexes of those on which the reference also has to run.
 
         rest: the estimated fraction of these sequences that has to run before the results are precise enough; 1 if all have to run.
         If this estimate grows, the reported total does not.

@@ -44,10 +44,10 @@ class ReferenceRecord:
 class RunningTotals:
     """The results of all sequences that were added. Metrics do not depend on the order of adding.
 
-    output: the main output of the first sequence. classes_dim: the output dimension with the logits of a distribution, or None.
-    total: the number of all sequences. routed: whether the model routes tokens to experts. If so, no sampling error is given before
-    all sequences are done: a rerouted token changes the output a hundred times as much as other tokens, and the sequences added so
-    far may not contain any.
+    output_name, output: the name of the main output, and its value for the first sequence. classes_dim: the dimension of this
+    output with the logits of a distribution, or None. total: the number of all sequences. routed: whether the model routes tokens
+    to experts. If so, no sampling error is given before all sequences are done: a rerouted token changes the output a hundred times
+    as much as other tokens, and the sequences added so far may not contain any.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RunningTotals:
         self.dimensions = output.ndim
         """The number of dimensions of the main output: 3 if each token has a distribution, 2 if each example has one."""
         self.numbers: list[int] = []
-        """The numbers of the added sequences, in the order in which they were added."""
+        """The indexes (among the inputs) of the added sequences, in the order in which they were added."""
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(classes_dim)
@@ -100,8 +100,8 @@ class RunningTotals:
         self._reused = self._reused or ran.reused
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """Store the sums from which the drifts of modules are computed, by module name, for one sequence. `number` is its index.
-        The sequence must have been added before.
+        """Store, for the sequence with the index `number`, the sums from which the drifts of modules are computed. modules: these
+        sums, keyed by module name. The sequence must have been added before.
         """
         self._modules[number] = modules
 

@@ -76,9 +76,10 @@ def _timed(
     on_passes: Callable[[int], None],
     repeats: int,
 ) -> SpeedRow:
-    """Time passes over all inputs with the model as currently cast. label, mix: the name of the variant that this model is, and the
-    dtypes of its weights. candidate: whether the run settings apply; if False, the default settings are used. on_passes: called
-    with the number of passes begun.
+    """Time passes over all inputs with the model as currently cast, which is one variant of the report.
+
+    label: the variant's name. mix: the dtypes of its weights. candidate: whether the run settings apply; if False, the default
+    settings are used. on_passes: called with the number of passes begun.
     """
     timed = runner if candidate else runner.without_settings()
     make_call = timed.candidate_call if candidate else runner.reference_call
@@ -121,7 +122,9 @@ def _tokens(batch: Batch) -> int:
 
 
 def _reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return each weight's dtype in the float32 variant. Weights that are stored in float64 or can't be cast keep their dtype."""
+    """Return the dtype of each weight in the float32 variant, one of the variants of the model that are timed. Weights that are
+    stored in float64 or can't be cast keep their dtype; all others are in float32.
+    """
     return {
         name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
         for name, weight in model.weights.items()
@@ -129,8 +132,8 @@ def _reference_dtypes(model: LiveModel) -> dict[str, str]:
 
 
 def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
-    """Return how many bytes of memory are missing for casting the model to the dtypes `casts`, by weight name. Memory of current
-    casts counts as free.
+    """Return how many bytes of memory are missing for casting the model. casts: the dtype of each weight after the cast, keyed by
+    the weight's name. Memory of current casts counts as free.
     """
     needed = sum(
         tensor_bytes(weight.info, casts[name])
@@ -145,7 +148,9 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """Return the short names of the weights' dtypes under `casts` (by weight name), those with the most bytes first."""
+    """Return the short names of the dtypes in `casts`, those with the most bytes first. casts: the dtype of each weight, keyed by
+    the weight's name.
+    """
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

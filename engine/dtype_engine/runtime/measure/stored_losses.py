@@ -27,9 +27,10 @@ def losses_in_files(
     """Return how many values a plan's casts lose (they become infinite or zero, or saturate), with one entry for each tensor that
     loses values, in the order of the tree. Tensors are read from the files one at a time.
 
-    planned: the dtype of each tensor, by name. counted: a cache of earlier results, to which new results are added. If the files
-    store a tensor of the model in several pieces, each piece has its own entry, under its name in the files. `on_progress(done,
-    total)` counts tensors. Raises UserError if a file can't be read, and Cancelled.
+    planned: the dtype of each tensor, keyed by name. counted: a cache of earlier results, to which new results are added. If the
+    files store a tensor of the model in several pieces, each piece has its own entry, under its name in the files.
+    `on_progress(done, total)` is called with the numbers of finished tensors and of all tensors. Raises UserError if a file can't
+    be read, and Cancelled.
     """
     counted = {} if counted is None else counted
     changed = [

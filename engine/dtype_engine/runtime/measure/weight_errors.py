@@ -26,9 +26,10 @@ def round_trips(
 ) -> Iterator[WeightError]:
     """Yield the round-trip error of every tensor that the plan changes, in the order of the tree.
 
-    planned: the dtype of each tensor, by name. If the files store a tensor of the model as several tensors, each of these has its
-    own entry, under its name in the files. Tensors that are not in the files are omitted. `on_progress(done, total)` counts
-    tensors. Raises UserError if a file can't be read or has changed since it was opened.
+    planned: the dtype of each tensor, keyed by name. If the files store a tensor of the model as several tensors, each of these has
+    its own entry, under its name in the files. Tensors that are not in the files are omitted. `on_progress(done, total)` is called
+    with the numbers of finished tensors and of all tensors. Raises UserError if a file can't be read or has changed since it was
+    opened.
     """
     watch = Watch(checkpoint.identities)
     changed = [
@@ -52,7 +53,8 @@ def round_trips_of_live(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[WeightError]:
     """Yield the round-trip error of every tensor that the plan changes in a live model, such as one built in Python. planned: the
-    dtype of each tensor, by name. `on_progress(done, total)` counts tensors.
+    dtype of each tensor, keyed by name. `on_progress(done, total)` is called with the numbers of finished tensors and of all
+    tensors.
     """
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):

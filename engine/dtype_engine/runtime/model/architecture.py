@@ -163,8 +163,9 @@ def _model_class(
 
 
 def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...]) -> str:
-    """Return the transformers auto class with which to load model code from the checkpoint: a key of `auto_map` whose value is a
-    class in `architectures`, or else AutoModelForCausalLM, AutoModel or any other key. named: the names in `architectures`.
+    """Return the transformers auto class with which to load model code that comes with the checkpoint. It is a key of `auto_map`
+    whose value is one of the classes `named` in `architectures`. If there is none, AutoModelForCausalLM, AutoModel or any other key
+    is returned, in this order of preference.
     """
     keys = auto_map if isinstance(auto_map, dict) else {}
     models = [key for key in keys if key.startswith("AutoModel") and hasattr(transformers, key)]
@@ -174,7 +175,7 @@ def _auto_class(transformers: ModuleType, auto_map: Any, named: tuple[str, ...])
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names in the entry `architectures`, and a notice if this entry is not a list of names."""
+    """Return the class names in the entry `architectures` of a configuration, and a notice if this entry is not a list of names."""
     listed = config.get("architectures")
     if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
         return tuple(listed or ()), ()
@@ -185,8 +186,8 @@ def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
-    """Return the notice that the model is opened without its head, because its `config.json` names no class of transformers. named:
-    the names in its `architectures`.
+    """Return the notice for a model that is opened without its head because its `config.json` names no class of transformers.
+    named: the class names in its `architectures`.
     """
     from transformers.models.auto import modeling_auto
 
@@ -210,7 +211,6 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
 
 
 def _class_named(transformers: ModuleType, name: str) -> Any:
-    """Return the transformers model class of this name, or None if there is none."""
     if not name.isidentifier():
         return None
     try:
@@ -235,7 +235,7 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
 
 def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
     """Return the configuration as an object of the configuration class that the model class requires. If the model class is a part
-    of a composite model, return the configuration of that part. Raises NoForward.
+    of a composite model, return the configuration of that part. Raises NoForward if transformers rejects the configuration.
     """
     own = getattr(model_class, "config_class", None)
     with reasons(folder):
@@ -276,8 +276,8 @@ def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
     """Raise NoForward if a module does not match a checkpoint: most tensors of the files belong to no tensor of the module, shapes
-    differ, or the module's tensors that the files lack would need far more memory than the files. placements: the tensor of the
-    module into which each tensor of the files is loaded.
+    differ, or the module's tensors that the files lack would need far more memory than the files. placements: for each tensor of
+    the files, the tensor of the module into which it is loaded.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

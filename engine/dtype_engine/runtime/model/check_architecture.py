@@ -15,8 +15,10 @@ from dtype_engine.runtime.model.describe import describe
 
 
 def with_architecture(report: CheckReport, source: Source, options: Options, checkpoint: Checkpoint) -> CheckReport:
-    """Compare the names in a checkpoint with its architecture. Returns the report with a finding added for each tensor that only
-    one of the two has. Raises UserError if transformers does not have the architecture that `options` name.
+    """Compare the tensor names in a checkpoint with those of its architecture. Returns the report with a finding added for each
+    tensor that only the checkpoint or only the architecture has.
+
+    Raises UserError if transformers does not have the architecture that `options` name.
     """
     known = describe(source, options, checkpoint)
     if known.coverage is None:

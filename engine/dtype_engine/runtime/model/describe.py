@@ -48,7 +48,7 @@ class ModelDescription:
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
     """Return a description of a model. If its architecture is unknown, the description has no module classes.
 
-    checkpoint: the headers of `source`, if they were read before. Raises UserError.
+    checkpoint: the headers of `source`, if they were read before. Raises UserError if the source can't be read or opened.
     """
     options = dataclasses.replace(options, device="cpu")
     if checkpoint is None:

@@ -34,8 +34,8 @@ def float32_patterns(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, torch.dtype]]) -> Any:
-    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in its dtype according to `dtypes_of(module)`, a
-    mapping by tensor name.
+    """Return a subclass of `model_class` whose `from_pretrained` loads each tensor in the dtype that `dtypes_of(module)` gives for
+    its name.
 
     If `_get_dtype_plan` is missing, return `model_class` itself, which loads all tensors in one dtype.
     """
@@ -77,24 +77,27 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return into which weight of the loaded model transformers loads each tensor of the files that it renames or packs.
+    """Return into which weight of the loaded model transformers loads each tensor of the files that it renames or packs. If a
+    transformers function is missing, the result is empty.
 
-    live: the weights of the loaded model, by name. The result is keyed by names in the files. Its values are (name in `live`,
-    whether several tensors are packed into this weight, position of the tensor in the packed weight). The position is (index of the
-    matrix, or None if the weight is a single matrix; number of the tensor among those stacked in this matrix's rows). It is None if
-    the tensors are combined in another way. If a transformers function is missing, the result is empty.
+    live: the weights of the loaded model, keyed by name. The result maps the tensor's name in the files to a tuple of three items:
+
+    1. the name of the weight in `live`;
+    2. whether several tensors of the files are packed into this weight;
+    3. the tensor's position in a packed weight: (index of the matrix, or None if the weight is a single matrix; number of the
+       tensor among those stacked in the rows of this matrix). None if the tensors are combined in another way.
     """
     try:
         renamed, converters = _renamed(module, names, live)
         found = {name: (new, pattern) for name, (new, pattern) in renamed.items() if new in live}
-        places = _places(found, converters)
+        places = _positions(found, converters)
         return {name: (new, pattern is not None, places.get(name)) for name, (new, pattern) in found.items()}
     except (ImportError, AttributeError, TypeError, ValueError):
         return {}
 
 
 def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
-    """Return the names under which transformers reports these tensors of the files, for example as unused.
+    """Return, for tensors of the files (`names`), the names under which transformers reports them, for example as unused.
 
     If the transformers functions for renaming are missing, the names are returned unchanged.
     """
@@ -125,8 +128,11 @@ def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
-    """Return ({name in the files: (name after loading, pattern of the tensor's converter or None)}, all converters). transformers
-    uses converters to pack or transpose tensors. live: the weights of the loaded model, by name.
+    """Return the names that transformers gives to tensors of the files on loading, and all converters (objects with which it packs
+    or transposes tensors) of the model.
+
+    The first result maps a tensor's name in the files to (its name after loading, the name pattern of the converter that processes
+    it or None). live: the weights of the loaded model, keyed by name.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -141,17 +147,17 @@ def _renamed(
 _STACKED = (("MergeModulelist", 0),)
 _STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
 _BELOW = (("Concatenate", 0),)
-"""The operations (name, dimension) with which transformers packs several tensors into one weight. `_STACKED`: each tensor becomes
-one matrix of the weight. `_STACKED_BELOW`: each matrix consists of several tensors, one below the other. `_BELOW`: the weight is
-one matrix that consists of all tensors, one below the other.
+"""Three ways in which transformers packs several tensors into one weight, each given by the operations (name, dimension) of its
+converter. `_STACKED`: each tensor becomes one matrix of the weight. `_STACKED_BELOW`: each matrix of the weight consists of several
+tensors, one below the other. `_BELOW`: the weight is one matrix, which consists of all tensors, one below the other.
 """
 
 
-def _places(
+def _positions(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return where each tensor of the files is in the weight into which transformers packs it: (index of the matrix, or None if the
-    weight is a single matrix; number of the tensor among those stacked in this matrix's rows).
+    """Return the position of each tensor of the files in the weight into which transformers packs it: (index of the matrix, or None
+    if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix).
 
     found: for each tensor, the name of its weight in the loaded model, and the name pattern by which a converter of transformers
     selects the tensor (None if no converter does). converters: all converters that transformers uses for the model.

@@ -67,8 +67,10 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
 
 
 def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield (kind, name) of each attention or expert kernel in a `config.json`, including nested configurations, that is not part
-    of transformers. written: the content of the file.
+    """Yield the attention and expert kernels outside transformers that a `config.json` names, also in nested configurations: each
+    as ("attention" or "experts", name of the kernel).
+
+    written: the content of the file. depth: how deeply `written` is nested in the file.
     """
     for key, value in written.items():
         kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))

@@ -1,8 +1,8 @@
 """A live `nn.Module` whose tensors are cast in place and restored.
 
 Every tensor keeps its identity: the `Parameter` object stays in the module, and only its data changes. The stored data, which is
-usually mapped from the checkpoint's file, is kept as long as the model exists. Every cast therefore starts from the stored values,
-and undoing a cast restores the stored data without a copy.
+usually memory-mapped from the checkpoint's file, is kept as long as the model exists. Every cast therefore starts from the stored
+values, and undoing a cast restores the stored data without a copy.
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ class Weight:
     """The scales of the current data, or None for a dtype without scales."""
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """A cache of how many values each cast of the stored data loses (they become infinite or zero, or saturate), keyed by the dtype
-    of the cast. None if the cast only rounds values.
+    of the cast. The value is None for a cast that only rounds values.
     """
     stashed: torch.Tensor | None = None
-    """The cast data while a reference pass runs, because the module then holds the original data. Otherwise None."""
+    """While a reference pass runs with the original data in the module: the cast data, which is put back afterwards. Otherwise
+    None.
+    """
     stored_scale: torch.Tensor | None = None
     """The scales stored with this weight, or None for a stored dtype without scales. A weight with stored scales is never cast."""
     shares: tuple[str, ...] = ()
@@ -115,7 +117,7 @@ class Weight:
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
     """Return the weights, including the weight `name`, that would share one scale if all of them were in `dtype`. The list is empty
-    if no other weight would share a scale with the weight `name`. weights: all weights, by name.
+    if no other weight would share a scale with the weight `name`. weights: all weights, keyed by name.
     """
     group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
     castable = [weight for weight in group if not weight.info.quantized]
@@ -133,7 +135,7 @@ class LiveModel:
     weights: dict[str, Weight]
     """The weights, keyed by canonical name."""
     files: tuple[Path, ...] = ()
-    """The files of the weights. The weights may be mapped from these files."""
+    """The files of the weights, from which the weights may be memory-mapped."""
     folder: Path | None = None
     """The folder that holds the model's configuration and tokenizer."""
     checkpoint: Checkpoint | None = None
@@ -234,11 +236,12 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
     ) -> None:
-        """Cast every tensor to its planned dtype (`planned`, by name). A tensor that already has this dtype is skipped, unless it
-        shares its scale with other weights than before.
+        """Cast every tensor to its planned dtype (`planned`, keyed by name). A tensor that already has this dtype is skipped,
+        unless it shares its scale with other weights than before.
 
         Each new tensor replaces its predecessor immediately, so that memory is needed only for the new tensors. `on_progress(done,
-        total)` counts tensors. Raises Cancelled between two tensors; a later call with any plan continues from there.
+        total)` is called with the numbers of finished tensors and of all tensors. Raises Cancelled between two tensors; a later
+        call with any plan continues from there.
         """
         shared = scale_groups(
             {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}
@@ -280,8 +283,8 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Return tensors that the module has got since loading. They exist if another library, such as compressed-tensors, unpacks
-        quantised weights in the first forward pass.
+        """Return the tensors that were added to the module after it was loaded. There are some if another library, such as
+        compressed-tensors, unpacks quantised weights in the first forward pass.
         """
         if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
@@ -293,7 +296,7 @@ class LiveModel:
         self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
         """Return how many values casts lose, with one entry for each weight in which casts do more than round: values become
-        infinite, saturate or become zero. The values of each cast are counted only once.
+        infinite, saturate or become zero. The results for each cast are cached.
 
         planned: the dtypes of a plan, whose casts of the stored values are examined; if None, the current casts are examined.
         Raises Cancelled.
@@ -306,8 +309,10 @@ class LiveModel:
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
         """Return how many values the casts of a plan lose (they become infinite or zero, or saturate), with one entry for each
-        weight that loses values. None if the values of some weight were not counted before. Any thread may call this method.
-        planned: the dtypes of the plan, by weight name.
+        weight that loses values. Returns None if the values of some weight were not counted before. Any thread may call this
+        method.
+
+        planned: the dtypes of the plan, keyed by weight name.
         """
         changed = [
             (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype

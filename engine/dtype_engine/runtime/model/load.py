@@ -1,8 +1,8 @@
 """Loading a live model from a source, with transformers' loading code if there is a `config.json`.
 
-`from_pretrained` keeps the weights of Hugging Face folders mapped from the file. It changes some stored dtypes: it converts a
-checkpoint of several dtypes to one, and the modules in `_keep_in_fp32_modules` to float32. In these cases the stored tensors are
-restored afterwards, so that every weight has the dtype of its file.
+`from_pretrained` memory-maps the weights of Hugging Face folders. It changes some stored dtypes: it converts a checkpoint of
+several dtypes to one, and the modules in `_keep_in_fp32_modules` to float32. In these cases the stored tensors are restored
+afterwards, so that every weight has the dtype of its file.
 """
 
 from __future__ import annotations
@@ -211,9 +211,9 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
-    """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
+    """Load a model with every weight in exactly the dtype that its checkpoint stores, on the CPU, memory-mapped from the files.
 
-    By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module has no place for
+    By contrast, `from_pretrained` of transformers 5 converts a checkpoint of several dtypes to one. A plain module can't hold
     scales, so weights that are stored with scales become values in the dtype that `config.json` names; `dtype_engine.open` keeps
     their codes and scales. module: for a checkpoint without `config.json`, the model that receives the weights. It is changed in
     place. Raises UserError.
@@ -236,8 +236,10 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
-    """Load a checkpoint's tensors into a given module, mapped, each in its stored dtype. Raises UserError unless the checkpoint and
-    the module have the same tensors.
+    """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. Returns the
+    module, with the scales of the weights that are stored with scales.
+
+    Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
     """
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
@@ -261,10 +263,11 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
-    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and for each tensor of the files the
-    tensor of the module into which it is loaded; or None if the architecture is unknown or can't be built. Raises UserError if
-    transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are not those of the
-    architecture.
+    """Build a checkpoint's architecture on the meta device, without data. Returns the module, and a mapping from each tensor of the
+    files to the tensor of the module into which it is loaded. Returns None if the architecture is unknown or can't be built.
+
+    Raises UserError if transformers does not have the architecture that `options` name, and Misfit if the tensors of the files are
+    not those of the architecture.
     """
     if checkpoint.config is None:
         return None
@@ -310,11 +313,11 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Put into the module the weights that an export stored with scales and transformers can't load: weights with packed codes, and
-    weights that consist of several stored tensors.
+    """Load into the module those weights which this program stored with scales and transformers can't load: weights with packed
+    codes, and weights that consist of several stored tensors.
 
-    placements: the tensor of the module into which each tensor of the files is loaded. Returns the dtype and scales of all weights
-    that are stored with scales, by their names in the module, and the names of the weights that were put into the module.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded. Returns the dtype and scales of all
+    weights that are stored with scales, keyed by their names in the module, and the names of the weights that this function loaded.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
@@ -342,10 +345,10 @@ def _restore_quantized(
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
-    """Restore the stored data, mapped from the file, of every tensor whose dtype changed on loading.
+    """Restore the stored data, memory-mapped from the file, of every tensor whose dtype changed on loading.
 
-    A tensor that was packed from several stored ones is cast back to their dtype, which is exact, since loading only widened it.
-    placements: the tensor of the module into which each tensor of the files is loaded.
+    A tensor that was packed from several stored tensors is cast back to their dtype, which is exact, since loading only widened it.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
     wanted = stored_dtypes(checkpoint, placements)

@@ -1,5 +1,5 @@
-"""Reading a tensor of a checkpoint by mapping its file. Pages are read on first use, and none stays resident after the tensor is
-freed.
+"""Reading a tensor of a checkpoint by memory-mapping its file. Pages are read on first use, and none stays resident after the
+tensor is freed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor that is stored as a single range of bytes, mapped from its file, in its own dtype and shape. Tensors that are
-    stored in any other form have to be read with `read_tensor`.
+    """Return a tensor that is stored as a single range of bytes, memory-mapped from its file, in its own dtype and shape. Tensors
+    that are stored in any other form have to be read with `read_tensor`.
 
     The mapping is private, so writes to the tensor do not change the file. Raises UserError if the file can't be read.
     """

@@ -17,8 +17,8 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 
 
 def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Return (descriptions of all distinct tensors of a module, in the module's order; these tensors by their first name). A
-    description has all names of its tensor.
+    """Return two results: descriptions of all distinct tensors of a module, in the module's order; and the tensors themselves,
+    keyed by their first name. The description of a tied weight has all of its names.
     """
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}

@@ -21,16 +21,18 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tensor of the live module into which a tensor of the files is loaded, and the position inside it."""
+    """Where a tensor of the files is loaded: into which tensor of the live module, and at which position inside it."""
 
     name: str
     """The name of the live tensor."""
     part: bool
-    """Whether loading packs several stored tensors into the live one, of which this is one."""
+    """Whether loading packs this and other tensors of the files into one live tensor. If False, the live tensor is loaded from this
+    tensor alone.
+    """
     place: tuple[int | None, int] | None = None
-    """Where this tensor is in a live tensor that is packed from several: (index of the matrix along the first dimension, or None if
-    there is one matrix; number of the tensor among those stacked in this matrix's rows). None if the tensors are not stacked, for
-    example because they are transposed.
+    """The position of this tensor inside a live tensor that is packed from several: (index of the matrix along the first dimension,
+    or None if there is a single matrix; number of the tensor among those stacked in the rows of this matrix). None if the tensors
+    are not stacked, for example because they are transposed.
     """
 
 
@@ -67,8 +69,8 @@ def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> d
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
-    """Return the stored dtype of each live tensor, by live name. For a tensor packed from several, it is their widest dtype.
-    placements: the live tensor of each tensor of the files.
+    """Return the stored dtype of each live tensor, keyed by its live name. For a live tensor packed from several tensors of the
+    files, this is the widest dtype among them. placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     by_live_name: dict[str, str] = {}
     for name, placement in placements.items():

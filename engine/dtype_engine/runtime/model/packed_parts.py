@@ -27,7 +27,7 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
     """Return the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows, or None if they are
     not whole rows of its matrices.
 
-    placements, shapes: the placements and shapes of these tensors, by name.
+    placements, shapes: where each of these tensors is loaded, and its shape, both keyed by its name.
     """
     matrices: dict[int | None, list[str]] = {}
     known = {name: place.place for name, place in placements.items() if place.place is not None}
@@ -51,9 +51,11 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return why a packed weight can't have the same scales as the stored tensors from which it is packed, or None if it can.
-    Either the stored tensors are not stacked in rows, or a block with one scale would extend over two stored tensors or over two
-    rows. shapes: the shapes of the stored tensors, by name. packed: the shape of the weight.
+    """Return why a packed weight can't have the same scales as the stored tensors from which it is packed, or None if it can. It
+    can't if the stored tensors are not stacked in rows, or if a block with one scale would extend over two stored tensors or two
+    rows.
+
+    shapes: the shapes of the stored tensors, keyed by name. packed: the shape of the weight.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -86,8 +88,8 @@ def pack(
 ) -> tuple[str, torch.Tensor, torch.Tensor]:
     """Pack several stored tensors, each with scales of its own, into one weight. Returns its dtype, codes and float32 scales.
 
-    title: the name of the weight. parts, placements: the stored tensors, and where loading places each, by name. packed: the shape
-    of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
+    title: the name of the weight. parts, placements: the stored tensors, and where loading places each, keyed by name. packed: the
+    shape of the weight. Raises NoForward if the codes and scales of the stored tensors do not fit into one weight.
     """
     shapes = {name: part.shape for name, part in parts.items()}
     (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
@@ -110,8 +112,8 @@ def pack(
 
 
 def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
-    """Return the scales of a packed weight, given those of its stored tensors in order. title: the name of the weight. Raises
-    NoForward if tensors with different scales would need a common one.
+    """Return the scales of a packed weight. scales: the scales of its stored tensors, in the order of `rows`. title: the name of
+    the weight. Raises NoForward if tensors with different scales would need a common one.
     """
     if dtypes.BY_NAME[dtype].blocks is not None:
         return torch.cat(list(scales))

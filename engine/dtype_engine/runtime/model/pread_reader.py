@@ -1,7 +1,7 @@
-"""Reading the values of a tensor from a file a piece at a time, without mapping the file.
+"""Reading the values of a tensor from a file a piece at a time, without memory-mapping the file.
 
-If another program truncates a file while it is mapped, a signal (SIGBUS) ends this process. If a file is truncated while it is read
-without a mapping, the read only raises an error.
+If another program truncates a file while it is memory-mapped, a signal (SIGBUS) ends this process. If a file is truncated while it
+is read without a mapping, the read only raises an error.
 """
 
 from __future__ import annotations

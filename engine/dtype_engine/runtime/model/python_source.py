@@ -32,7 +32,7 @@ OnStep = Callable[[str], None]
 def _load_weights(
     module: nn.Module, file: Path, trust: bool, title: str
 ) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
-    """Put a checkpoint's tensors into a module, mapped and in their stored dtypes.
+    """Load a checkpoint's tensors into a module, memory-mapped and in their stored dtypes.
 
     trust: whether a pickle may run any code. title: the model's name, for errors. Returns notices, and the size, modification time
     and inode of each file, recorded before the files were read. Raises UserError if the checkpoint does not fit.
@@ -70,8 +70,8 @@ def _tie_again(
 ) -> frozenset[str]:
     """Tie weights again after loading, which has made each name of a tied weight a separate tensor.
 
-    ties: the names of each tied weight. values: the tensors in the file, by name. Returns the names that are tied afterwards. Names
-    that have different values in the file stay separate.
+    ties: the names of each tied weight. values: the tensors in the file, keyed by name. Returns the names that are tied afterwards.
+    Names that have different values in the file stay separate.
     """
     tied: set[str] = set()
     for names in ties:
@@ -90,7 +90,9 @@ def _tie_again(
 
 
 def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
-    """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError."""
+    """Build the model with the user's own class or function, and find `example_inputs()` in the same file. Raises UserError if the
+    user's code fails or does not make an `nn.Module`, or if the weights do not fit.
+    """
     assert source.attribute is not None
     on_step(f"importing {source.path or source.module}")
     with quiet():
@@ -144,7 +146,9 @@ def _may_make_a_model(value: Any, module: str) -> bool:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a Python file as a module. It can import from its own folder, as if it were run as a program. Raises UserError."""
+    """Import a Python file as a module. It can import from its own folder, as if it were run as a program. Raises UserError if its
+    code fails.
+    """
     name = f"_dtype_engine_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None

@@ -29,8 +29,8 @@ from dtype_engine.runtime.model.name_mapping import Placement
 def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]) -> None:
     """Raise NoForward if transformers would load wrong values for weights that another program quantised.
 
-    title: the name of the model, for the error. module: the model on the meta device. placements: the placement of each tensor of
-    the files in the module.
+    title: the name of the model, for the error. module: the model on the meta device. placements: for each tensor of the files, the
+    tensor of the module into which it is loaded.
     """
     parts = quantized_parts(checkpoint.foreign, checkpoint.config)
     parts |= {name: why for name, why in _integers_for_floats(checkpoint, module, placements) if name not in parts}
@@ -64,7 +64,7 @@ def _integers_for_floats(
     checkpoint: Checkpoint, module: nn.Module, placements: Mapping[str, Placement]
 ) -> Iterator[tuple[str, str]]:
     """Yield each integer tensor from which transformers would load a floating-point parameter, and a description of the tensor.
-    placements: the tensor of the module into which each tensor of the files is loaded.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded.
     """
     floats = {
         name for name, parameter in module.named_parameters(remove_duplicate=False) if parameter.is_floating_point()
@@ -100,8 +100,10 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """Return a sentence about the first block scale without a weight, or else the first float8 weight without a block scale, or
-    None. parts: the names of all tensors that belong to quantised weights, as keys. weights: the weights with codes and scales.
+    """Find a quantised weight that is incomplete because its block scale has no weight, or a float8 weight has no block scale.
+    Returns a sentence about the first one, or None if there is none.
+
+    parts: the names of all tensors that belong to quantised weights, as keys. weights: the weights that have both codes and scales.
     """
     paired = {weight.scale for weight in weights} | {weight.codes for weight in weights}
     tensors = checkpoint.tensors

@@ -48,8 +48,8 @@ def with_files(
 ) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors, updated with what the files say about their sizes, packing and quantisation.
 
-    placements: the live tensor of each tensor of the files. headers: the tensors of the files, by name. own_dtypes: whether to keep
-    the dtypes in `infos`, as for a live module, or use the files' dtypes.
+    placements: for each tensor of the files, the live tensor into which it is loaded. headers: the tensors of the files, keyed by
+    name. own_dtypes: whether to keep the dtypes in `infos`, as for a live module, or use the files' dtypes.
     """
     stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
@@ -95,11 +95,11 @@ def with_files(
 def unused(
     placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
-    """Return descriptions of the tensors of the files that the module does not use. Each states a reason, which names the model
-    (`title`), why the tensor is never cast.
+    """Return descriptions of the tensors of the files that the module does not use. Each description says why the tensor is never
+    cast; the reason mentions the model by its name, `title`.
 
-    placements: the live tensor of each tensor of the files that is used. headers: all tensors of the files, by name. infos: the
-    module's tensors.
+    placements: for each used tensor of the files, the live tensor into which it is loaded. headers: all tensors of the files, keyed
+    by name. infos: the module's tensors.
     """
     taken = {name for info in infos for name in info.names}
     return [
@@ -113,7 +113,7 @@ def unused(
 
 def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
     """Return the descriptions of a module's tensors. A tied weight is split into separate tensors if the files hold different
-    values for its names, as transformers does. placements: the live tensor of each tensor of the files.
+    values for its names, as transformers does. placements: for each tensor of the files, the live tensor into which it is loaded.
     """
     untied = []
     for info in infos:
@@ -144,8 +144,8 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return a module's tensors (`infos`) without those that the files hold in quantised form: as codes and scales with other names
-    in the same module or in the same group of experts. headers: the tensors of the files, by name.
+    """Return a module's tensors (`infos`) except those for which the files hold codes and scales under other names, in the same
+    module or in the same group of experts. headers: the tensors of the files, keyed by name.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

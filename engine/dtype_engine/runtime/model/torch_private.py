@@ -44,7 +44,9 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """A function that returns the tensor that owns the data of a view, or None if its argument is not a view."""
 
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
-"""Whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has no memory of its own."""
+"""A function that returns whether a tensor belongs to a running transform such as `torch.vmap`, which wraps it. Such a tensor has
+no memory of its own.
+"""
 
 
 def unwrapped(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor] | None]:
@@ -82,7 +84,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 as_called: Callable[..., Any] = nn.Module._call_impl
-"""torch's usual implementation of a module call: a function that calls the module in its first argument, with the module's hooks.
+"""torch's usual implementation of a module call: a function that gets the module as its first argument and calls it with its hooks.
 """
 _INSTEAD = "_compiled_call_impl"
 """The attribute in which `Module.compile` stores a function. If a module has it, torch calls this function in place of the usual
@@ -134,8 +136,8 @@ def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Yield the parameters and then the buffers of a module itself, without submodules: the local name, the tensor, and its kind.
-    Entries that are None are omitted.
+    """Yield the parameters and then the buffers of a module, but not those of its submodules. Each is a tuple: its local name, the
+    tensor, and whether it is a parameter, a buffer or a non-persistent buffer. Entries that are None are omitted.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:
@@ -146,12 +148,12 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
 
 
 def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the two dictionaries of a module that hold its own parameters and its own buffers, by local name."""
+    """Return the two dictionaries of a module that hold its own parameters and its own buffers, keyed by local name."""
     return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
-    """Return the dictionary that holds the module's parameter or buffer `name`. torch does not check the types of values written to
-    it.
+    """Return the dictionary of a module that holds its parameter or buffer `name`. Unlike assigning to an attribute of the module,
+    writing to this dictionary can put any tensor in its place, since torch does not check its type.
     """
     return module._parameters if name in module._parameters else module._buffers  # type: ignore[return-value]

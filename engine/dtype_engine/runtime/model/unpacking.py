@@ -23,8 +23,9 @@ def unpack(live: LiveModel) -> None:
 
     compressed-tensors multiplies codes by scales in the dtype of the scales. The scales are therefore cast to float32 before the
     weights are unpacked, and restored afterwards. The reference uses the float32 products. The candidate uses the products rounded
-    to the stored dtype of the scales, as transformers does. The layers are set not to round their inputs. Layers that this program
-    has exported do not round theirs either.
+    to the stored dtype of the scales, as transformers does.
+
+    The layers are then set not to round their inputs, so that they behave like layers which this program has exported.
     """
     compressor = getattr(getattr(live.module, "hf_quantizer", None), "compressor", None)
     if compressor is None or not hasattr(live.module, "ct_decompress_hook"):

@@ -1,7 +1,7 @@
 """Rounds the inputs of matrix products with quantised weights, as the run setting `quantize_activations` requests.
 
 Runtimes quantise only the inputs of matrix products, so only these are rounded, whichever torch function computes the product. A
-tensor computed from one weight alone (its transpose, a cast of it, one expert's part of it) counts as that weight. Inputs of
+tensor computed from one weight alone (its transpose, a cast of it, the part of one expert) counts as that weight. Inputs of
 convolutions, recurrent layers and torch's own attention modules are not rounded; `left_wide` names these operations.
 """
 
@@ -48,7 +48,9 @@ _OTHERS = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-"""Operations with products inside whose inputs are not rounded: no runtime quantises them, or the mode can't reach them."""
+"""Operations that contain matrix products, but whose inputs are not rounded: no runtime quantises them, or the mode can't reach
+them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,10 @@ class ActivationRounding:
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:
-        """Return the formats of the quantised weights among `tensors`, including tensors computed from such a weight, by `id`.
-        tensors: all tensors among the arguments of a call. stored: the formats of the model's own weights, by `id`.
+        """Return the format of each quantised weight among `tensors`, keyed by the tensor's `id`. A tensor that was computed from
+        one quantised weight counts as this weight.
+
+        tensors: all tensors among the arguments of a call. stored: the formats of the model's own weights, keyed by `id`.
         """
         found = {}
         for tensor in tensors:
@@ -81,7 +85,9 @@ class ActivationRounding:
 
     def follow(self, output: Any, tensors: list[torch.Tensor], formats: Mapping[int, str]) -> None:
         """Remember the float results of an operation as quantised weights if all its float arguments are weights of one format.
-        formats: those of the weights among the arguments, by `id`.
+
+        output: what the operation returned. tensors: all tensors among its arguments. formats: the formats of the quantised weights
+        among them, keyed by `id`.
         """
         floats = [id(tensor) for tensor in tensors if tensor.is_floating_point() or id(tensor) in formats]
         kinds = {formats.get(key) for key in floats}
@@ -93,8 +99,10 @@ class ActivationRounding:
     def wanted(
         self, name: str, args: Arguments, kwargs: Mapping[str, Any], formats: Mapping[int, str]
     ) -> Rounds | None:
-        """Return which operand of a call to round, or None. The arguments still hold weights, not the values that replace them.
-        name: the operation. formats: those of the quantised weights among the arguments, by `id`.
+        """Decide which operand of a call has to be rounded. Returns how to round it, or None if no operand has to be rounded.
+
+        name: the name of the operation. args, kwargs: the arguments as the model's code passes them, in which weights are not yet
+        replaced by values. formats: the formats of the quantised weights among the arguments, keyed by `id`.
         """
         if name == "einsum":
             return _of_einsum(args, formats)
@@ -132,10 +140,10 @@ class ActivationRounding:
 
 
 def _weight_among(operands: Sequence[Any], formats: Mapping[int, str]) -> tuple[int, str] | None:
-    """Return (index, format) of the operand that is a quantised weight, or None if neither is.
+    """Return (index, format) of the operand that is a quantised weight, or None if no operand is one. If both operands are weights,
+    the right one is returned, since the left one is then an input, such as a learnt token.
 
-    If both are weights, the right one is returned. The left one is then an input, such as a learnt token. formats: those of the
-    quantised weights, by `id`.
+    formats: the formats of the quantised weights, keyed by `id`.
     """
     known = [formats.get(id(operand)) for operand in operands]
     index = 1 if known[1] is not None else 0
@@ -149,8 +157,10 @@ def _operand(args: Arguments, kwargs: Mapping[str, Any], operand: _Operand) -> A
 
 
 def _of_einsum(args: Arguments, formats: Mapping[int, str]) -> Rounds | None:
-    """Return which operand of an einsum to round, or None. It must be an einsum of two tensors that sums over one common letter.
-    formats: those of the quantised weights, by `id`.
+    """Decide which operand of an einsum has to be rounded. Returns how to round it, or None. An operand is rounded only if the
+    einsum has two operands and sums over one letter that they have in common.
+
+    formats: the formats of the quantised weights, keyed by `id`.
     """
     if len(args) != 3 or not isinstance(args[0], str) or "." in args[0] or "->" not in args[0]:
         return None

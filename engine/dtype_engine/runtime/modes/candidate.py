@@ -49,8 +49,10 @@ def dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
 def dequantized_rows(
     table: torch.Tensor, scale: torch.Tensor, storage: str, ids: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the dequantized rows at `ids` of a table [rows, width] in the format `storage`: [*ids.shape, width]. scale: the scales
-    of the whole table.
+    """Return some rows of an embedding table [rows, width] that is stored in the format `storage`, dequantized to `dtype`:
+    [*ids.shape, width].
+
+    ids: the indexes of the rows. scale: the scales of the whole table.
     """
     index = ids.reshape(-1)
     rows = table.view(torch.uint8).index_select(0, index).view(table.dtype)

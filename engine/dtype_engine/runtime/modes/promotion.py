@@ -36,7 +36,7 @@ _accepted: set[Any] = set()
 as their dtypes (see `_form`).
 """
 _refused: set[Any] = set()
-"""Calls with several dtypes that torch refuses, but runs if all arguments have one dtype. They have the same keys as in
+"""Calls with several dtypes that torch refuses, but runs if all arguments have one dtype. Each call is represented by a key as in
 `_accepted`.
 """
 
@@ -62,11 +62,11 @@ class MixedCallSite(CallSite, Protocol):
     record: Callable[[ImplicitCast], None] | None
     """A function that is called with every implicit cast, or None if casts are not recorded."""
     operation: str
-    """The name of the running operation, with which casts inside it are recorded. It is "" if the model's code itself passed a
-    `dtype`: casts inside the operation are then explicit, and are not recorded.
+    """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed a
+    `dtype`, because casts inside the operation are then explicit and are not recorded.
     """
     added: bool
-    """Set to True once a torch call has run with other arguments than the model's code passed."""
+    """Set to True once a torch call has run with other arguments than the model's code passed, because of their dtypes."""
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a weight or a view of one."""
@@ -166,8 +166,10 @@ def _common_dtype(
 def _note_promotions(
     name: str, floats: Sequence[torch.Tensor], args: Arguments, kwargs: dict[str, Any], result: Any, site: MixedCallSite
 ) -> None:
-    """Record the casts that torch made itself: to the dtype in which it computed, or to that of the tensor it wrote to. floats: the
-    float tensors among the arguments. result: what the operation returned.
+    """Record the casts that torch made itself in an operation: to the dtype in which it computed, or to the dtype of the tensor to
+    which it wrote.
+
+    floats: the float tensors among the arguments. result: what the operation returned.
     """
     assert site.record is not None
     destination = _destination(name, args, kwargs)

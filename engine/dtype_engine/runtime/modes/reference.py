@@ -71,7 +71,9 @@ def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
 
 
 def reference_rows(weight: Weight, ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return the reference's values of the rows at `ids` of a table [rows, width]: [*ids.shape, width]."""
+    """Return some rows of an embedding table [rows, width], with the reference's values: [*ids.shape, width]. ids: the indexes of
+    the rows.
+    """
     stored, dtype = weight.original.to(device), reference_dtype(weight)
     if weight.stored_scale is not None:
         return dequantized_rows(stored, weight.stored_scale, weight.info.dtype, ids, dtype)

@@ -4,9 +4,8 @@
    format with scales, such as float8; in the reference, weights that are not in the reference's dtype.
 2. A call that torch refuses because of its dtypes is repeated with all arguments in one dtype: see `promotion`.
 
-If a pass writes to a weight, the new values last only until the pass ends. The module then has its previous weights again, so that
-each pass starts like the first one. If the model's first call changes weights, every pass repeats this, starting from the weights
-as they are cast then.
+If the model's code writes to a weight, the new values last only until the pass ends. The module then has its previous weights
+again, so that all passes start from the same weights.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _MAY_HOLD_TENSORS = (torch.Tensor, list, tuple, dict)
 
 
 class _Kind(Enum):
-    """The ways in which the mode handles torch functions."""
+    """What a torch function does with its first argument, which decides how the mode handles a call of the function."""
 
     CALL = "an operation"
     WRITE = "an operation that writes to its first argument"
@@ -109,26 +108,29 @@ class WeightMode(TorchFunctionMode):
         self.kept: Sequence[torch.Tensor] = ()
         """Tensors of the model other than weights. If the pass changes their values, the old values are restored after it."""
         self.first_use: dict[int, int] = {}
-        """For each used weight, by `id` of its tensor: how many module calls had finished before the weight was first used."""
+        """How many module calls had finished before each used weight was first used, keyed by the `id` of the weight's tensor."""
         self.operation = ""
-        """The name of the running operation, with which casts inside it are recorded. "" if the model's code itself passed a
-        `dtype`: casts inside the operation are then explicit, and are not recorded.
+        """The name of the running operation, which is recorded with each cast inside it. It is "" if the model's code itself passed
+        a `dtype`, because casts inside the operation are then explicit and are not recorded.
         """
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes in which the module holds the weights that this pass replaces, except float32 and float64. Tensors of these
-        dtypes are checked for replaced weights that the mode has not recognised (see `revealed`).
+        """The dtypes, except float32 and float64, in which the module holds the weights that this pass replaces. An argument of one
+        of these dtypes may be such a weight without being recognised as one, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
-        """The current values of the weights that the pass has changed, by the `id` of the weight's tensor."""
+        """The current values of the weights that the pass has changed, keyed by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """(tensor, copy of its old values) by `id`, for weights and `kept` tensors that the pass changed through a view."""
+        """The weights and the tensors in `kept` that the pass has changed through a view of their memory: (tensor, copy of its old
+        values), keyed by the tensor's `id`. The old values are restored after the pass.
+        """
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
-        """The dtype that the running recurrent module sees when it reads the dtype of its first weight, keyed by the `id` of this
-        weight. The module compares it with the dtype of its inputs, which have been cast to it.
+        """The dtype that a recurrent module (`nn.RNN`, `nn.LSTM`, `nn.GRU`) gets when it reads the `dtype` of its first weight,
+        keyed by the `id` of this weight. It is the dtype to which `arguments_of` has cast the module's inputs, since the module
+        raises if its first weight and its inputs differ in dtype.
         """
 
     @property
@@ -166,8 +168,8 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a torch function, whose `__name__` is `name`, with weights replaced and dtypes made equal where
-        needed.
+        """Call a torch function, whose `__name__` is `name`, and return its result. Weights among the arguments are replaced and
+        dtypes are made equal where needed.
 
         A pass makes thousands of these calls. Nearly all have arguments of one dtype and no replaced weight, and run unchanged.
         Reads of a tensor's properties and metadata are handled elsewhere.
@@ -223,8 +225,8 @@ class WeightMode(TorchFunctionMode):
         return answer
 
     def _dtype_of(self, key: int, weight: Weight) -> torch.dtype:
-        """Return the dtype of the values that the pass uses for a replaced weight: those that it has written to the weight, or else
-        those that replace the weight. key: the `id` of the weight's tensor.
+        """Return the dtype of the values that the pass now uses in place of a weight: the values that the model's code has written
+        to the weight, if it has, or else those computed by `values_of`. key: the `id` of the weight's tensor.
         """
         return self.written[key].dtype if key in self.written else self.dtype_of(weight)
 
@@ -233,7 +235,9 @@ class WeightMode(TorchFunctionMode):
         return self.compute
 
     def value_of(self, weight: Weight, dtype: torch.dtype | None) -> torch.Tensor:
-        """Return the values that replace a weight, on the device, in its shape. dtype: the activation's dtype in the operation."""
+        """Return the values that replace a weight, in the shape of the weight and on the device of the pass. dtype: the dtype of
+        the activation in the same operation.
+        """
         raise NotImplementedError
 
     def values_of(self, weights: Sequence[Weight], dtype: torch.dtype | None, name: str) -> list[torch.Tensor]:
@@ -241,7 +245,9 @@ class WeightMode(TorchFunctionMode):
         return [self.value_of(weight, dtype) for weight in weights]
 
     def rows_of(self, weight: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Return the rows at `ids` of a replaced table [rows, width], without computing other rows: [*ids.shape, width]."""
+        """Return some rows of the values that replace an embedding table [rows, width], without computing the other rows:
+        [*ids.shape, width]. ids: the indexes of the rows.
+        """
         raise NotImplementedError
 
     def is_quantized(self, weight: Weight) -> bool:
@@ -288,8 +294,8 @@ class WeightMode(TorchFunctionMode):
         return self._dtype_of(key, self.weights[key])
 
     def _run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call that has a replaced weight or several dtypes, or whose casts or quantised weights are
-        tracked.
+        """Call a torch function whose arguments need more than an unchanged call: a weight among them is replaced, their dtypes
+        differ, or implicit casts or quantised weights are tracked. Returns the function's result.
         """
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
@@ -357,7 +363,9 @@ class WeightMode(TorchFunctionMode):
         rounds: Rounds | None,
     ) -> Any:
         """Return the result of a call with each weight in `found` replaced by its values, and with one operand rounded if `rounds`
-        is given. tensors: those among the arguments. found: replaced weights by the `id` of their tensor.
+        is given.
+
+        tensors: all tensors among the arguments. found: the replaced weights among them, keyed by the `id` of the tensor.
         """
         if found:
             self.added = True
@@ -386,8 +394,8 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace the weights in `found` now, by `id`. dtype: the dtype of the operation's activation. name:
-        the operation.
+        """Return the values that replace the weights in `found` now, keyed by `id`. dtype: the dtype of the operation's activation.
+        name: the operation.
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))

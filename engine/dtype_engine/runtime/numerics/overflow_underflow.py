@@ -158,8 +158,10 @@ def _quantize(original: torch.Tensor, dtype: str, on_rows: Callable[[int, torch.
 
 
 def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
-    """Count the values that a cast loses in one flat piece of a tensor. The cast is to a dtype without scales, such as float16.
-    before, after: the values before and after the cast; `after` may be on a GPU. Channels that become all zero are not counted.
+    """Return how many values a cast to a dtype without scales, such as float16, loses in one flat piece of a tensor. Channels that
+    become all zero are not counted.
+
+    before, after: the values before and after the cast; `after` may be on a GPU.
     """
     zeros = count_zeros(after)
     vanished = zeros - count_zeros(before) if zeros else 0
@@ -172,9 +174,10 @@ def _count_cast(before: torch.Tensor, after: torch.Tensor) -> _Counts:
 
 
 def _count_codes(before: torch.Tensor, codes: torch.Tensor, width: int, dtype: str) -> _Counts:
-    """Count the values that saturate or become zero in some rows of a tensor, in a cast to `dtype`, which has scales. before: the
-    values of these rows, flat. codes: their codes, flat. width: the number of values in a row. In such a dtype, values never become
-    infinite.
+    """Return how many values saturate or become zero in some rows of a tensor, in a cast to `dtype`, which has scales. In such a
+    dtype, values never become infinite.
+
+    before: the values of these rows, flat. codes: their codes, flat. width: the number of values in a row.
     """
     zeros = count_zeros(codes)
     vanished = zeros - count_zeros(before) if zeros else 0

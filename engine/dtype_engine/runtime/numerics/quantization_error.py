@@ -156,8 +156,8 @@ def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
 
 
 def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
-    """Return the sums over flat values `x`, cast values `cast` and errors `delta`, which are overwritten. dtype: that of the
-    cast.
+    """Return the sums and counts over one piece of a tensor. x: its values. cast: the values after the cast to `dtype` or, for a
+    dtype with scales, the codes. delta: the errors, which this function overwrites. All three are flat.
     """
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     overflowed = saturated = nonfinite = zeroed_nan = 0

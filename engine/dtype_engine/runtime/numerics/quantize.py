@@ -55,10 +55,12 @@ def cast_or_quantize(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Cast `tensor` to `dtype`. Returns (values, None), or (codes, scales) for a format with scales such as float8 or int8.
 
-    Scales are float32: one for each output channel, [tensor.shape[0]], if the tensor has two or more dimensions; otherwise and for
-    `@tensor` one, [1]; and [blocks down, blocks across] for a block format. The scale of a channel of zeros is 1. Only finite
-    values determine the scales; other values stay unchanged if the dtype has codes for them. amax: the largest |value| of all
-    tensors that share a tensor scale with this one; if None, it does not share its scale.
+    Scales are float32. A block format has [blocks down, blocks across]. A format whose name ends in `@tensor` has one scale, [1].
+    Any other format has one scale for each output channel, [tensor.shape[0]], or [1] if the tensor has fewer than two dimensions.
+    The scale of a channel of zeros is 1. Only finite values determine the scales; other values stay unchanged if the dtype has
+    codes for them.
+
+    amax: the largest |value| of all tensors that share a tensor scale with this one; if None, it does not share its scale.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:

@@ -19,8 +19,8 @@ class ModuleObserver:
     """Receives module outputs during a pass. The methods of this base class do nothing; subclasses override some of them."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """Receive the first float tensor of a module's output, of any shape. `call` counts the calls of this module from 0. The
-        return value is cached together with the output.
+        """Receive the first float tensor of a module's output, of any shape. call: the number of the call among the calls of this
+        module, counted from 0. The return value is cached together with the output.
         """
 
     def take_choice(self, module: str, call: int, chosen: torch.Tensor) -> None:
@@ -138,7 +138,9 @@ class ForwardPass:
 
 
 def _integers(outputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """Return the first integer tensor among the outputs that has at least two dimensions, or None."""
+    """Return the first integer tensor with at least two dimensions among a module's outputs, or None. In a router, it holds the
+    chosen experts.
+    """
     for each in outputs:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int64, torch.int32) and each.ndim >= 2:
             return None if is_wrapped(each) else each

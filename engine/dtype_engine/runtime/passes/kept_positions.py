@@ -31,9 +31,13 @@ class KeptPositions:
     """The masks of one batch: bool [batch, positions] on the model's device. At least one mask is not None."""
 
     encoder: torch.Tensor | None
-    """The mask of the encoder's positions or, if the model has no decoder beside an encoder, of the whole model's positions."""
+    """In an encoder-decoder model, the mask of the encoder's positions. In any other model, the mask of all its positions. None if
+    all positions are compared.
+    """
     decoder: torch.Tensor | None
-    """The mask of the decoder's positions in an encoder-decoder model."""
+    """In an encoder-decoder model, the mask of the decoder's positions. None in other models, and if all of the decoder's positions
+    are compared.
+    """
     has_decoder: bool
 
     @classmethod
@@ -72,8 +76,10 @@ class KeptPositions:
 
 
 def _is_of_decoder(name: str, call: int) -> bool:
-    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder). `call` is the number of
-    the module's call: a shared embedding is first called for the encoder.
+    """Return whether the rows of a module's output are positions of the decoder (and not of the encoder).
+
+    call: the number of the module's call in the pass. It decides for an embedding that encoder and decoder share, which is first
+    called for the encoder.
     """
     if _DECODER.search(name) or "encoder" in name:
         return _DECODER.search(name) is not None and _CROSS_ATTENTION.search(name) is None

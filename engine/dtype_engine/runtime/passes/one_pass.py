@@ -34,7 +34,9 @@ class PassOptions:
     this.
     """
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
-    """A function that returns a context manager, given the pass's torch-function mode. The context is entered before that mode."""
+    """A function that gets the pass's torch-function mode and returns a context manager. The pass runs inside this context, which
+    is entered before the mode. None: no further context.
+    """
 
 
 @dataclass(slots=True)

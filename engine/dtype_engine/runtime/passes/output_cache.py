@@ -139,8 +139,8 @@ class OutputCache:
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """Return which calls among the first `prefix` calls can be skipped: {(module, number of its call): index in `calls`}. Calls
-        inside a skipped call are not listed.
+        """Return which calls among the first `prefix` calls can be skipped, a mapping from (module, number of its call) to the
+        index of the call in `calls`. Calls inside a skipped call are not listed.
 
         A call must run again if its output is not usable, if its module is one of `writers`, which change their arguments, or if it
         is or contains a call of a `hooked` module, whose hooks must see the output. Calls inside it may still be skipped.

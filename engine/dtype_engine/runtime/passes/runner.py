@@ -96,8 +96,8 @@ class ForwardRunner:
     def reference(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model by `call` with its stored weights in float32 (weights stored in float64 stay in it), without a second copy
-        of all weights.
+        """Run a pass of the reference: the stored weights in float32 (or float64, if stored so), without a second copy of all
+        weights. `call` calls the model.
         """
         # A mode around this one may keep tensors that it sees, so every widened weight then needs its own memory.
         widened = WidenedWeights(reference_dtype) if options.around is None else None
@@ -109,8 +109,8 @@ class ForwardRunner:
     def candidate(
         self, call: Callable[[], Output], options: PassOptions = _NOTHING, observer: ModuleObserver = _IGNORES
     ) -> PassResult[Output]:
-        """Run the model by `call` as it is currently cast. Module outputs of `options.earlier` that can't have changed are
-        reused.
+        """Run a pass of the candidate: the model as it is currently cast. `call` calls the model. Module outputs of
+        `options.earlier` that can't have changed are reused.
         """
         forms = {name: weight.form for name, weight in self.model.weights.items()}
         cache, earlier = _new_cache(forms, options), options.earlier
@@ -136,10 +136,11 @@ class ForwardRunner:
         options: PassOptions = _NOTHING,
         observer: ModuleObserver = _IGNORES,
     ) -> tuple[PassResult[Output], dict[str, int]]:
-        """Run the reference by `call`, but with cast weights in the modules for which `inside(name)` is True.
+        """Run a pass of the reference, but with cast weights in the modules for which `inside(name)` is True. `call` calls the
+        model.
 
-        drifting: the `id`s of the weights whose casts change results. For each module that uses one of them, the method also
-        returns how many module calls had finished before this first happened.
+        drifting: the `id`s of the weights whose casts change results. The second result says, for each module that uses one of
+        these weights, how many module calls had finished before its first such use.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self._compute, drifting, inside, self._rounding())
         cache = _new_cache({}, options)
@@ -148,12 +149,12 @@ class ForwardRunner:
         return self._run(call, mode, options, observer, cache, reused), mode.uses
 
     def under(self, mode: WeightMode, call: Callable[[], Output]) -> Output:
-        """Run the model under any mode, and return what `call` returns. `call` may enable gradients."""
+        """Run the model by `call` under any torch-function mode, and return what `call` returns. `call` may enable gradients."""
         return self._run(call, mode, _NOTHING, _IGNORES).output
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the calls among the first `prefix` calls to skip: {(module, number of its call): index in `earlier.calls`}. There
-        are none if the model is stateful or was not observed.
+        """Return the calls to skip among the first `prefix` calls, a mapping from (module, number of its call) to the index of the
+        call in `earlier.calls`. It is empty if the model is stateful or was not observed.
         """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}
@@ -183,8 +184,8 @@ class ForwardRunner:
         reused: dict[tuple[str, int], int] | None = None,
         autocast: torch.dtype | None = None,
     ) -> PassResult[Output]:
-        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`: {(module, number of its
-        call): index in its `calls`}.
+        """Run one pass under `mode`. reused: the calls whose outputs are taken from `options.earlier`, a mapping from (module,
+        number of its call) to the index of the call in `options.earlier.calls`.
         """
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
@@ -231,8 +232,8 @@ class ForwardRunner:
 
 
 def _new_cache(forms: dict[str, str], options: PassOptions) -> OutputCache | None:
-    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: for each weight, by name, a key
-    that identifies its current values.
+    """Return a new cache for the outputs of a pass, or None if the options keep no outputs. forms: a key that identifies the
+    current values of each weight, keyed by the weight's name.
     """
     if not options.cache_bytes:
         return None

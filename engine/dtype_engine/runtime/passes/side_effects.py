@@ -37,9 +37,10 @@ class SideEffects:
             self._given.append((args, kwargs, _found_in((args, kwargs))))
 
     def finish(self, name: str, depth: int) -> None:
-        """Record whether a module has changed its arguments, when its call ends. depth: the number of modules that are still
-        running around it. Calls inside it that ended with an exception never reach this method; what `begin` recorded for them is
-        dropped.
+        """Record, when a module's call ends, whether the module has changed its arguments. depth: the number of modules that are
+        still running around it.
+
+        For inner calls that ended with an exception, this method was not called; what `begin` recorded for them is dropped.
         """
         del self._given[depth + 1 :]
         args, kwargs, before = self._given.pop()
@@ -63,7 +64,9 @@ def _found_in(value: Any) -> Found:
 
 
 def _collect(value: Any, found: Found, seen: set[int], depth: int) -> None:
-    """Append (object, version) to `found` for `value` and everything in it, including attributes of objects other than modules.
+    """Append a pair (object, version) to `found` for `value` and for everything in it, including attributes of objects other than
+    modules. The version changes if the object does (see `Found`).
+
     seen: the `id`s of the objects that were visited. depth: how many levels of nesting to inspect.
     """
     if isinstance(value, torch.Tensor):

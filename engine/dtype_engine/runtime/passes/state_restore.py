@@ -27,7 +27,7 @@ _DEPTH = 6
 """Maximum nesting depth at which containers and objects are inspected."""
 _OF_TORCH = frozenset(nn.Module().__dict__)
 _NOT_OWN = frozenset({"builtins", "torch", "transformers"})
-"""Packages whose classes and global variables are not searched for tensors."""
+"""Packages whose classes and global variables are not searched for tensors, since models do not store tensors there."""
 _WITH_TENSORS = ("_parameters", "_buffers", "_modules")
 """The attributes of an `nn.Module` that hold its tensors and submodules. Its other dicts hold hooks."""
 
@@ -52,10 +52,10 @@ def as_every_pass(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Make a pass in the block reproducible: it starts with the same state and random numbers as every other pass, and compiled
-    code runs uncompiled. The model's state is restored after the block. modules: those whose state is restored. behavior: records
-    whether anything had to be restored.
+    code runs uncompiled. The model's state is restored after the block.
 
-    `mode` also intercepts calls of TorchScript functions, which torch does not show to modes.
+    modules: the modules whose state is restored. behavior: records whether anything had to be restored. `mode` also intercepts
+    calls of TorchScript functions, which torch does not show to modes.
     """
     found = left_as_found(model, behavior, modules, mode)
     with same_random_numbers(model.device), found, uncompiled(), scripted_calls(mode.run):
@@ -121,11 +121,13 @@ class _State:
         self._containers: list[tuple[Any, Any]] = []
         """Containers, each with a copy of the contents that it had when the state was saved."""
         self._shared: list[tuple[type | ModuleType, dict[str, Any], dict[str, Any]]] = []
-        """Classes and Python modules, each with a copy of its attributes and of the contents of those that are containers."""
+        """Classes and Python modules, each with a copy of its attributes. If an attribute is a container, its contents are copied,
+        too.
+        """
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
-        """Save the state of one module without that of its submodules."""
+        """Save the state of one module, but not of its submodules."""
         attributes = module.__dict__
         of_torch = [attributes[name] for name in _WITH_TENSORS if isinstance(attributes[name], dict)]
         self._named += [(each, each.copy()) for each in (attributes, *of_torch)]

@@ -2,9 +2,10 @@
 companion of a bias is the matrix of its layer.
 
 An operation on float32 activations computes in 16 bits only if all its weights are in the same 16-bit dtype; otherwise, all values
-are promoted to float32. Activations are therefore rounded only if all these weights are cast. This common effect is counted once,
-in the score of the smallest weight. In a compute dtype, this score is the drift with all weights of the operation cast, minus the
-drift with only the companions cast. The scores of the weights of an operation then add up to the drift of the whole operation.
+are promoted to float32. Activations are therefore rounded only if all weights of the operation are cast. This common effect is
+counted once, in the score of the smallest weight. In a compute dtype such as bfloat16, this score is the drift with all weights of
+the operation cast, minus the drift with only the companions cast. The scores of the weights of an operation then add up to the
+drift of the whole operation.
 """
 
 from __future__ import annotations
@@ -23,11 +24,10 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 
 def companions_of(operation: Sequence[str], weights: Mapping[str, Weight]) -> tuple[str, tuple[str, ...]]:
-    """Return the smallest of the weights of an operation, and its companions. If several weights are equally small, the last one is
-    taken.
+    """Return the smallest of the weights of an operation, and its companions: the other weights that can be cast. If several
+    weights are equally small, the last one is returned as the smallest.
 
-    operation: the names of at least one weight of the operation, in the order of its arguments. A weight that can't be cast is
-    never a companion.
+    operation: the names of at least one weight of the operation, in the order of its arguments.
     """
     smallest = min(reversed(operation), key=lambda name: weights[name].info.numel)
     return smallest, tuple(name for name in operation if name != smallest and weights[name].info.castable)
@@ -44,7 +44,9 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 
 
 class CompanionsMode(TorchFunctionMode):
-    """Observes a pass: for each operation with several weights, stores the companions of the smallest one in `found`, by its name.
+    """A torch-function mode that observes a pass. For each operation with several weights, it stores the companions of the smallest
+    weight (the other weights) in `found`, keyed by the smallest weight's name.
+
     mode: the mode of the pass, which has to be entered inside this one.
     """
 

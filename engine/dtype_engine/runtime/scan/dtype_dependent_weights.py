@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""Maximum number of weights to measure by separate passes: those whose output dtype is read first. Each needs a pass per dtype."""
+"""Maximum number of weights to measure by separate passes; each weight needs one pass for each dtype. If there are more such
+weights, those are measured whose output dtype is read first.
+"""
 
 
 def weights_to_measure(

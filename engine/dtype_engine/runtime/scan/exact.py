@@ -1,6 +1,7 @@
 """The exact scan: measures each weight in each dtype with separate candidate passes, instead of estimating the score.
 
-A weight is measured alone, except for the smallest of several weights of an operation in a compute dtype: see `companions`.
+In each pass, usually one weight is cast. There is one exception, in compute dtypes such as bfloat16: the smallest of several
+weights that one operation uses is cast together with the other weights of the operation (see `companions`).
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _REPORT_EVERY = 64
 
 
 def reference_dtypes(model: LiveModel) -> dict[str, str]:
-    """Return, for each weight, a dtype in which it causes no drift: its own if wide enough or never cast, else float32."""
+    """Return, for each weight, a dtype in which it causes no drift from the reference. This is its stored dtype if the reference
+    uses that dtype or the weight is never cast. Otherwise it is float32.
+    """
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
@@ -64,8 +67,8 @@ class ExactScan:
     """Measures the drift of each weight in each dtype with a separate pass, in which the rest of the model equals the reference.
     Modules that run before the weight is first used are not run again.
 
-    This class has the same interface as `Scan`, whose unit of work is a sequence. Here it is the measurement of one weight in one
-    dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to restore its recipe.
+    This class has the same interface as `Scan`. `Scan` works on one sequence at a time, and this class on one measurement: that of
+    one weight in one dtype. Afterwards, the model stays cast as in the last measurement, so the caller has to restore its recipe.
     """
 
     model: LiveModel
@@ -73,7 +76,9 @@ class ExactScan:
     dtypes: tuple[str, ...]
     settings: RunSettings
     save: Path | None = None
-    """The file in which the results are saved. It is read at the start and written after every measurement. None: no file."""
+    """The file in which the results are saved. It is read at the start and written after every measurement. If None, results are
+    not saved.
+    """
     done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
     """The score and standard error of each finished measurement, keyed by weight and dtype."""
     unit: str = ""
@@ -112,7 +117,9 @@ class ExactScan:
 
     @property
     def private_bytes(self) -> int:
-        """Number of bytes that a process needs in addition to the mapped files: all weights that the reference casts."""
+        """Number of bytes that a process needs in addition to the mapped files: for all weights that are cast to float32 because
+        their stored dtype causes drift.
+        """
         infos = {name: weight.info for name, weight in self.model.weights.items()}
         return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
 
@@ -126,8 +133,10 @@ class ExactScan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Perform all pending measurements and return the report. `on_progress("scan", done, total)` counts measurements, and
-        `on_estimate(report)` gets intermediate reports. Raises NoForward, KernelError, Cancelled.
+        """Perform all pending measurements and return the report.
+
+        `on_progress("scan", done, total)` is called with the numbers of finished measurements and of all measurements, and
+        `on_estimate(report)` with intermediate reports. Raises NoForward, KernelError, Cancelled.
         """
         if not self._costly:
             self._started(cancelled)

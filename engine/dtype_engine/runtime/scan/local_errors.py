@@ -1,8 +1,8 @@
 """Local errors: the output of an operation with one of its weights in another dtype, minus its output in the reference.
 
-`LocalErrors` reruns a single operation as a candidate would. All its other arguments are those of the reference. There is one
-exception, for an operation with several weights: in a compute dtype, the local error of the smallest weight is the output with all
-these weights cast, minus the output with all but this weight cast (see `companions`).
+`LocalErrors` reruns a single operation as a candidate would. All its other arguments are the same as in the reference. There is one
+exception, for an operation with several weights and a compute dtype such as bfloat16: the local error of the smallest weight is the
+output with all weights cast, minus the output with all but this weight cast (see `companions`).
 
 Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """
@@ -70,14 +70,14 @@ class LocalErrors:
         errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
                   for before in operation.outputs]  # fmt: skip
         with torch.no_grad():
-            alone = _Again(operation, (weight,), self)
+            alone = _Rerun(operation, (weight,), self)
             smallest, companions = companions_of(operation.weights, self.weights)
             for row, dtype in enumerate(names):
                 befores, again = operation.outputs, alone
                 if companions and weight == smallest and dtype in dtypes.COMPUTE_DTYPES:
-                    beside = _Again(operation, companions, self).outputs(dtype)
+                    beside = _Rerun(operation, companions, self).outputs(dtype)
                     if all(bool(torch.isfinite(tensor).all()) for tensor in beside):
-                        befores, again = beside, _Again(operation, (weight, *companions), self)
+                        befores, again = beside, _Rerun(operation, (weight, *companions), self)
                 for error, before, after in zip(errors, befores, again.outputs(dtype), strict=True):
                     torch.sub(after.to(error.dtype), before.to(error.dtype), out=error[row])
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
@@ -107,7 +107,7 @@ class LocalErrors:
         return values
 
 
-class _Again:
+class _Rerun:
     """Reruns one operation with some of its weights in several dtypes, one after another."""
 
     def __init__(self, operation: WeightOp, weights: tuple[str, ...], errors: LocalErrors) -> None:
@@ -128,12 +128,13 @@ class _Again:
         self.site.module = operation.module
         for key, source in operation.sources.items():
             if source.weight not in weights:
-                self._take(key, source, errors.stored(source.weight), "float32")
+                self._recompute(key, source, errors.stored(source.weight), "float32")
 
-    def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
-        """Recompute an argument that was computed from a weight, for new values of this weight. Returns the `id` of the new
-        argument. key: the `id` of the argument. source: how it was computed. value: the new values of the weight. dtype: that of
-        `value`.
+    def _recompute(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
+        """Recompute an argument of the operation for new values of the weight from which it was computed. Returns the `id` of the
+        new argument.
+
+        key: the `id` of the old argument. source: how it was computed. value, dtype: the new values of the weight, and their dtype.
         """
         made = self.new[key] = source.remake(value)
         same_memory = made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
@@ -149,7 +150,7 @@ class _Again:
             value = errors.cast(source.weight, dtype)
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
                 value = value.to(errors.compute)  # no activation determines the dtype to dequantize to
-            taken.append(self._take(key, source, value, dtype))
+            taken.append(self._recompute(key, source, value, dtype))
         new = self.new
         if dtype in dtypes.COMPUTE_DTYPES and operation.dtypes_read.intersection(self.weights):
             given = [tensor for tensor in self.activations if tensor.is_floating_point()]

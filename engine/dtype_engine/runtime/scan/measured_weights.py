@@ -36,7 +36,7 @@ class CastWeightsMode(ReferenceMode):
     During the pass, the module's own tensors hold the cast values. Operations that no torch-function mode can intercept therefore
     use the cast values, too.
 
-    cast: the dtype of each of these weights, keyed by the weight's name.
+    cast: the dtype of each cast weight, keyed by the weight's name.
     """
 
     def __init__(

@@ -60,7 +60,9 @@ class TopKSample:
 
     index: int
     share: float
-    """How many of the sequence's `topk` calls this sample stands for: the number of all calls / that of sampled calls."""
+    """How many of the sequence's `topk` calls this sample stands for: the number of all calls, divided by the number of sampled
+    calls.
+    """
     margins: list[float]
     """For each token, the k-th score minus the next score: [tokens]."""
     cost: float = 0.0

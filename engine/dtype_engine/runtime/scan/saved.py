@@ -61,7 +61,7 @@ class Fingerprint:
 
 
 def _digest(value: Any, into: Any) -> None:
-    """Add a value, including the tensors in it, to a hash."""
+    """Add a value, including the tensors in it, to the hash `into`."""
     if isinstance(value, torch.Tensor):
         into.update(f"{value.dtype} {tuple(value.shape)}".encode())
         into.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
@@ -178,8 +178,8 @@ def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> Fil
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
-    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from the expected ones, or if
-    `exact` does not match its kind.
+    """Read a saved scan. Raises UserError if its model, inputs, dtypes, settings or `draws` differ from the expected ones. Also
+    raises UserError for an estimated scan if `exact` is True, and for an exact one if it is False.
     """
     saved = read_any(path)
     differing = different(saved.fingerprint, expected)
@@ -239,7 +239,7 @@ def read_any(path: Path) -> SavedScan:
 
 def _drifts(file: _File) -> Iterator[float | None]:
     """Yield the numbers in a saved scan that must not be NaN: the drifts, and the numbers by which they are divided. Margins and
-    variances are not among them, because they may be NaN.
+    variances may be NaN and are left out.
     """
     yield from (score for _, _, score, _ in file.scores or ())
     for sequence in file.sequences:

@@ -98,7 +98,9 @@ class Scan:
     budget: int = field(default_factory=memory_budget)
     """Maximum number of bytes for gradients and cast weights; by default, a quarter of the memory that is free at the start."""
     save: Path | None = None
-    """The file in which the results are saved. It is read at the start and written after every sequence. None: no file."""
+    """The file in which the results are saved. It is read at the start and written after every sequence. If None, results are not
+    saved.
+    """
     done: dict[int, SequenceScores] = field(default_factory=dict)
     """The results of the finished sequences, keyed by sequence index."""
     unit: str = ""
@@ -184,8 +186,8 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` counts operations,
-        and `on_estimate(report)` gets the report after every sequence.
+        """Scan the remaining sequences of this shard, and return the report. `on_progress("scan", done, total)` is called with the
+        numbers of finished operations and of all operations, and `on_estimate(report)` with the report after every sequence.
 
         Raises NoForward, KernelError and Cancelled. Finished sequences are kept, and the next `run` continues after them.
         """
@@ -208,7 +210,9 @@ class Scan:
         on_measured: Callable[[int, int], None] = lambda done, total: None,
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
-        """Scan the sequence with this index, in any order, and return its results. `on_measured(done, total)` counts operations.
+        """Scan one sequence and return its results. index: its index among the inputs; sequences may be scanned in any order.
+        `on_measured(done, total)` is called with the numbers of finished operations and of all operations of the sequence.
+
         Raises the same errors as `run`.
         """
         with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
@@ -235,7 +239,7 @@ class Scan:
             return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
 
     def add(self, part: ScannedSequence) -> None:
-        """Add the results of a sequence, and save them if there is a file."""
+        """Add the results of a sequence, and save all results if the scan has a file."""
         self.done[part.index] = part.scores
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds

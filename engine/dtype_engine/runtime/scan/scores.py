@@ -49,7 +49,9 @@ class SequenceScores:
     sums: dict[Key, float]
     """(Σ g·Δ)², averaged over the probes: gradients g times local errors Δ at the outputs of the weight's operations."""
     independent: dict[Key, float] = field(default_factory=dict)
-    """Σ g²Δ², with g and Δ of `sums`. It equals `sums` if the Δ are independent, and varies far less between probes."""
+    """Σ g²Δ², with the gradients g and local errors Δ from which `sums` is computed. It equals `sums` if the errors Δ are
+    independent, and varies far less between probes.
+    """
     complete: bool = False
     """Whether the probes span the output space, so that `sums` are exact."""
     topk_samples: list[TopKSample] = field(default_factory=list)
@@ -135,10 +137,11 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Shrink the ratios of `sums` to `independent` (see `SequenceScores`) of each weight's dtypes towards their mean.
+    """Shrink, for each weight, the ratios of `sums` to `independent` (see `SequenceScores`) in its dtypes towards their mean, so
+    that scores vary less from sample to sample.
 
-    Return, for each score that changes, its multiplier and the share of the samples' variance that is left. done: the results of
-    each sequence. wanted: the dtypes of each weight. variance: the relative variance of the samples.
+    Returns two factors for each score that changes: one for the score, and one for its variance. done: the results of each
+    sequence. wanted: the dtypes of each weight. variance: the relative variance of the samples.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():

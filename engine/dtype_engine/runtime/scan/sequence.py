@@ -46,7 +46,9 @@ from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOpRecorder
 
 @dataclass
 class SequenceScan:
-    """Runs the scan of a single sequence: its forward pass, its backward passes, and the sums for all weights."""
+    """Scans a single sequence: runs its forward pass and its backward passes, and computes the sums from which the scores of all
+    weights are computed.
+    """
 
     model: LiveModel
     runner: ForwardRunner
@@ -170,8 +172,10 @@ class SequenceScan:
             copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
-        """Run all backward passes: first those that start at routing margins, then those that start at the main output. calls: the
-        sampled `topk` calls. seed: that of the random signs at their margins.
+        """Run all backward passes: first those that start at routing margins, then those that start at the main output.
+
+        calls: the sampled `topk` calls, whose margins are used. seed: the seed of the random signs from which backward passes start
+        at the margins.
         """
         self._count = probes.count
         signs = torch.Generator().manual_seed(seed)
@@ -234,7 +238,7 @@ class SequenceScan:
         errors = errors.to(gradients.stacked.dtype)
         self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).double().cpu())
         apart = torch.mm(errors.square_(), gradients.squares.T).double().cpu()
-        self._independent[weight].index_add_(1, gradients.apart, apart)
+        self._independent[weight].index_add_(1, gradients.square_columns, apart)
 
 
 @dataclass(slots=True)
@@ -244,12 +248,14 @@ class _Gradients:
     stacked: torch.Tensor
     """N gradients of an output of E elements, [N, E]."""
     columns: torch.Tensor
-    """The number of the backward pass for each gradient, [N]."""
+    """For each gradient, the number of the backward pass that it comes from: [N]."""
     squares: torch.Tensor
-    """Squared gradients [1 + calls, E]: the sum over all probes in the first row, and one row for each sampled `topk` call."""
-    apart: torch.Tensor
-    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which the row's products with Δ²
-    are added.
+    """Squared gradients [1 + calls, E]. The first row is the sum over all probes; each further row belongs to one sampled `topk`
+    call.
+    """
+    square_columns: torch.Tensor
+    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which its products with squared
+    errors Δ² are added: 0 for the probes, then one column for each sampled `topk` call.
     """
 
     @classmethod

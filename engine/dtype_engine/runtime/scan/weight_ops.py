@@ -33,7 +33,9 @@ from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
-"""Types of results from which the model learns nothing about a weight's values."""
+"""Types of results that say nothing about a weight's values, such as its shape or dtype. A weight is not `unfollowed` because of an
+operation with such a result.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,11 @@ class WeightOpRecorder(ReferenceMode):
     """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
-    dtype the model's code has read. `unfollowed` holds the weights of which a use was not recorded.
+    dtype the model's code has read. `unfollowed` holds the weights that were used in a way that could not be recorded.
 
-    wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of the operations whose tensors
-    are copied, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
-    backward pass.
+    wanted: the weights whose operations are recorded. copies: the operations whose tensors are copied, because the model overwrites
+    them later, as indexes in the order of the pass. on_gradient: called in the backward pass as `on_gradient(operation, index of
+    the output, gradient)`.
     """
 
     def __init__(
@@ -118,11 +120,13 @@ class WeightOpRecorder(ReferenceMode):
         self.unfollowed: set[str] = set()
         """The weights that the model used in a way that the recorder could not follow to the output."""
         self._own_dtypes_read: set[str] = set()
-        """The weights whose own dtype was read since the last recorded operation."""
+        """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
-        self._places = {_place(weight.tensor): key for key, weight in weights.items() if key not in self.replaced}
-        """The `id` of a tensor in `weights` or `_made`, keyed by the tensor's place in memory (see `_place`). By its place, a
-        tensor is recognised that was made by `nn.Parameter(tensor)`, a call that no mode sees.
+        self._by_location = {
+            _location(weight.tensor): key for key, weight in weights.items() if key not in self.replaced
+        }
+        """Maps the location of a tensor in memory (see `_location`) to the `id` of the tensor in `weights` or `_made` that is
+        there. The recorder thus recognises a tensor made by `nn.Parameter(tensor)`, a call that no mode can intercept.
         """
         self._opaque: set[int] = set()
         """The `id`s of weights whose values, after a write, are not a known function of their stored values."""
@@ -139,7 +143,7 @@ class WeightOpRecorder(ReferenceMode):
         """Release the tensors that are needed only during the pass. Call it after the pass."""
         self._given.clear()
         self._made.clear()
-        self._places.clear()
+        self._by_location.clear()
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         written = self.standing_for.get(args[0]) if _writes_first(name, args) else None
@@ -221,8 +225,8 @@ class WeightOpRecorder(ReferenceMode):
 
     def _source(self, tensor: torch.Tensor) -> WeightOrigin | None:
         key = id(tensor)
-        if key not in self._made and key not in self.weights and (place := _place(tensor)) is not None:
-            key = self._places.get(place, 0)
+        if key not in self._made and key not in self.weights and (place := _location(tensor)) is not None:
+            key = self._by_location.get(place, 0)
         known = self._made.get(key)
         if known is not None:
             return known[1]
@@ -232,9 +236,8 @@ class WeightOpRecorder(ReferenceMode):
         return WeightOrigin(weight.info.name, _same, True)
 
     def _note(self, tensor: torch.Tensor, origin: WeightOrigin) -> None:
-        """Record the origin of a tensor that was computed from one weight."""
         self._made[id(tensor)] = tensor, origin
-        self._places.setdefault(_place(tensor), id(tensor))
+        self._by_location.setdefault(_location(tensor), id(tensor))
 
     def _weighted(
         self,
@@ -260,7 +263,7 @@ class WeightOpRecorder(ReferenceMode):
             return output
         if written is not None:
             self._made.pop(written, None)  # from now on the tensor is no longer a function of one weight
-            self._places.pop(_place(given[0]), None)
+            self._by_location.pop(_location(given[0]), None)
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if ("out" in kwargs or not floats) and not isinstance(output, _NO_VALUES):
             self.unfollowed |= names
@@ -301,8 +304,10 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether the results depend on a single weight and on no other tensor, such as a view of it or `-exp(A)`. sources:
-        the arguments that were computed from weights, by `id`.
+        """Return whether the results of a call are functions of a single weight and of no other tensor, such as a view of a weight,
+        or `-exp(A)` for a weight A.
+
+        sources: how each argument that comes from a weight was computed, keyed by the `id` of the argument.
         """
         only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
@@ -329,8 +334,10 @@ class WeightOpRecorder(ReferenceMode):
 _Place = tuple[int, torch.dtype, torch.Size, tuple[int, ...]]
 
 
-def _place(tensor: torch.Tensor) -> _Place | None:
-    """Return where a tensor's values are: the address, dtype, shape and strides; None for a tensor without memory of its own."""
+def _location(tensor: torch.Tensor) -> _Place | None:
+    """Return where a tensor's values are in memory (address, dtype, shape and strides), or None if the tensor has no memory of its
+    own.
+    """
     if tensor.layout is not torch.strided or tensor.is_nested or is_wrapped(tensor) or not tensor.numel():
         return None
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -739,7 +739,7 @@ class Session:
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """A summary of the inputs, for each batch, or None if the model can't be run.
+        """A summary of the inputs, with an entry for each batch, or None if the model can't be run.
 
         Example:
             >>> len(session.inputs_reading.batches)

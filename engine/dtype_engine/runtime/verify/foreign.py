@@ -39,10 +39,12 @@ _PART = "part of a weight that is "
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """The tensors of one of the two models that are compared, under the names that this model gives them."""
+    """The tensors of one model of a comparison (the checkpoint or its source), under the names that this model gives them."""
 
     stored: Mapping[str, tuple[str, tuple[int, ...]]]
-    """The stored dtype and the shape of each tensor, by name. The dtype is a name in `core.dtypes` or of a block format of GGUF."""
+    """The stored dtype and the shape of each tensor, keyed by name. The dtype is a name in `core.dtypes` or of a block format of
+    GGUF.
+    """
     read: Callable[[str], torch.Tensor]
     """A function that reads a tensor's values by its name."""
     unchecked: tuple[str, ...] = ()
@@ -58,7 +60,7 @@ def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
     """Return the tensors of a checkpoint. They are read with loaders of other packages. Those that are stored as 8-bit codes with
     scales are decoded.
 
-    Raises UserError.
+    trust: whether a pickle may run any code. Raises UserError if a file can't be read.
     """
     weights = checkpoint.weights
     values = of_files(checkpoint.files, frozenset(weights), trust, checkpoint.form == "diffusers")
@@ -129,7 +131,7 @@ def compare_foreign(
                 differences.append(TensorDifference(name, f"is {list(shape)}, and {list(wanted)} in the source"))
             else:
                 try:
-                    tensors.append(_compared(name, found, theirs, ours))
+                    tensors.append(_compare(name, found, theirs, ours))
                 except NotImplementedError:  # torch does not convert float4_e2m1fn_x2
                     undecoded[name] = f"{theirs.stored[name][0]}, and {ours.stored[found][0]} in the source"
             done += sizes[name]
@@ -187,7 +189,7 @@ class _Pairs:
         return next((each for each in (name, *(info.names if info is not None else ())) if each in side.stored), None)
 
     def only_in_source(self) -> list[TensorDifference]:
-        """Return the tensors of the source that the checkpoint lacks, as differences. A tied weight is not among them if the
+        """Return a difference for each tensor of the source that the checkpoint lacks. A tied weight is not reported if the
         checkpoint has it under another of its names.
         """
         ours, kept, found = self._ours, set(self.same.values()), []
@@ -205,10 +207,11 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
 
 
-def _compared(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
-    """Compare a tensor of the checkpoint with a tensor of the source that has the same shape, some elements at a time. Returns how
-    many elements are not the source's values cast to the checkpoint's dtype, and the largest difference. name, found: the tensor's
-    names in the checkpoint and in the source.
+def _compare(name: str, found: str, theirs: _Side, ours: _Side) -> ComparedTensor:
+    """Compare a tensor of the checkpoint with the source's tensor, which has the same shape, some elements at a time. Returns how
+    many elements differ from the source's values cast to the checkpoint's dtype, and the largest difference.
+
+    name, found: the tensor's names in the checkpoint and in the source.
     """
     (dtype, _), (source_dtype, _) = theirs.stored[name], ours.stored[found]
     before, after = ours.read(found).reshape(-1), theirs.read(name).reshape(-1)

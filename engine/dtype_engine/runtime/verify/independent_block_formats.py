@@ -79,21 +79,21 @@ def _tensor_scale(largest: float) -> Any:
     return max(scale, np.float32(448 * 6 / float(np.finfo(np.float32).max) * (1 + 2**-22)))
 
 
-def _in_blocks(part: Any, blocks: Blocks) -> Any:
-    """Pad a matrix with zeros to whole blocks. Returns it as [blocks down, rows of a block, blocks across, columns of a block].
-    part: the matrix.
-    """
-    height, width = part.shape
+def _in_blocks(matrix: Any, blocks: Blocks) -> Any:
+    """Pad a matrix with zeros to whole blocks. Returns it as [blocks down, rows of a block, blocks across, columns of a block]."""
+    height, width = matrix.shape
     more = (-height % blocks.rows, -width % blocks.columns)
-    padded = np.pad(part, ((0, more[0]), (0, more[1])))
+    padded = np.pad(matrix, ((0, more[0]), (0, more[1])))
     return padded.reshape(-1, blocks.rows, padded.shape[1] // blocks.columns, blocks.columns)
 
 
-def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
-    """Return the factors of the codes, the scales as a file stores them, and the zero points, each [blocks down, blocks across].
-    part: the values of a matrix. of_tensor: the tensor's scale in NVFP4, or None.
+def _scales(matrix: Any, element: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
+    """Compute the scales of a matrix's blocks. Returns three arrays [blocks down, blocks across]: the factors by which codes are
+    multiplied, the scales as a file stores them, and the zero points (None for a format of floats).
+
+    element: the block format. of_tensor: the scale of the whole tensor in NVFP4, otherwise None.
     """
-    each = np.where(np.isfinite(part), part, np.float32(0))
+    each = np.where(np.isfinite(matrix), matrix, np.float32(0))
     each = _in_blocks(each, blocks)
     low, high = each.min(axis=(1, 3)), each.max(axis=(1, 3))
     amax = np.maximum(-low, high)
@@ -106,8 +106,8 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
             zero = np.clip(np.float32(-8) - low / wide, -8, 7)
         rounded = _bfloat16(wide)
         return rounded, rounded, np.rint(np.nan_to_num(zero, nan=0.0)).astype(np.int64)
-    if row.kind == "int":
-        rounded = _bfloat16(amax / np.float32(7.5 if row.bits == 4 else 127.5))
+    if element.kind == "int":
+        rounded = _bfloat16(amax / np.float32(7.5 if element.bits == 4 else 127.5))
         return rounded, rounded, np.zeros(amax.shape, np.int64)
     if blocks.tensor_scale:
         wide = np.minimum(amax / np.float32(6) * of_tensor, np.float32(448))
@@ -122,11 +122,11 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
         return scale, scale, None
     fraction, exponent = np.frexp(amax.astype(np.float64))
     mantissa = fraction * 2
-    top, highest = math.frexp(row.max)
+    top, highest = math.frexp(element.max)
     up = {
         "floor": np.zeros(amax.shape, bool),
         "rceil": mantissa > top * 2,
-        "even": mantissa >= 2 - 2.0 ** -(row.mantissa + 1),
+        "even": mantissa >= 2 - 2.0 ** -(element.mantissa + 1),
         "compressed-tensors": mantissa >= 1.75,
     }[blocks.rule]
     byte = np.clip(exponent - highest + up + 127, 0, 255 - highest)
@@ -134,15 +134,15 @@ def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tup
     return np.ldexp(1.0, byte - 127).astype(np.float32), byte.astype(np.uint8), None
 
 
-def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
-    """Return the codes before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible one. part:
-    the values of a matrix. scale, zero: the results of `_scales`.
+def _codes(matrix: Any, element: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
+    """Return the codes of a matrix before packing, uint8 [rows, width]: the bits of floats, or integers minus the smallest possible
+    one. element: the block format. scale, zero: the factors and the zero points from `_scales`.
     """
-    height, width = part.shape
+    height, width = matrix.shape
     with np.errstate(over="ignore"):
-        quotient = _in_blocks(part, blocks) / scale[:, None, :, None].astype(np.float32)
-    if row.kind == "int":
-        least = -(1 << (row.bits - 1))
+        quotient = _in_blocks(matrix, blocks) / scale[:, None, :, None].astype(np.float32)
+    if element.kind == "int":
+        least = -(1 << (element.bits - 1))
         shifted = np.nan_to_num(quotient, nan=0.0, posinf=np.inf, neginf=-np.inf) + zero[:, None, :, None].astype(
             np.float32
         )
@@ -152,24 +152,24 @@ def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) 
         units = np.clip(np.rint(np.clip(shifted, least, -least - 1)) - from_zero, -most, most)
         found = units + from_zero - least
     else:
-        name = "float8_e4m3fn" if row.bits == 8 else row.name
-        index = _nearest(np.minimum(np.abs(quotient), np.float32(row.max)), name)
-        found = index + (np.signbit(quotient) & ~np.isnan(quotient)) * (1 << (row.bits - 1))
-        found = np.where(np.isnan(quotient), 0x7F if row.bits == 8 else 0, found)
+        name = "float8_e4m3fn" if element.bits == 8 else element.name
+        index = _nearest(np.minimum(np.abs(quotient), np.float32(element.max)), name)
+        found = index + (np.signbit(quotient) & ~np.isnan(quotient)) * (1 << (element.bits - 1))
+        found = np.where(np.isnan(quotient), 0x7F if element.bits == 8 else 0, found)
     rows = found.reshape(-1, found.shape[2] * found.shape[3])
     return rows[:height, :width].astype(np.uint8)
 
 
 def _values(name: str) -> Any:
     """Return all magnitudes of a small float format, indexed by the code without its sign bit. name: the format."""
-    row = dtypes.BY_NAME[name]
-    bias = 7 if name == "float8_e4m3fn" else (1 << (row.exponent - 1)) - 1
-    steps = 1 << row.mantissa
+    element = dtypes.BY_NAME[name]
+    bias = 7 if name == "float8_e4m3fn" else (1 << (element.exponent - 1)) - 1
+    steps = 1 << element.mantissa
     magnitudes = [
         code / steps * 2.0 ** (1 - bias) if code < steps else (1 + code % steps / steps) * 2.0 ** (code // steps - bias)
-        for code in range(steps << row.exponent)
+        for code in range(steps << element.exponent)
     ]
-    return np.array([value for value in magnitudes if value <= row.max])
+    return np.array([value for value in magnitudes if value <= element.max])
 
 
 def _nearest(magnitudes: Any, name: str) -> Any:
@@ -183,12 +183,12 @@ def _nearest(magnitudes: Any, name: str) -> Any:
     return np.minimum(np.where(tie & (index % 2 == 1), index + 1, index), len(values) - 1)
 
 
-def _packed(codes: Any, row: dtypes.DType, blocks: Blocks) -> torch.Tensor:
+def _packed(codes: Any, element: dtypes.DType, blocks: Blocks) -> torch.Tensor:
     if blocks.packing == "nibbles":
         padded = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
         return torch.from_numpy(padded[:, 0::2] + 16 * padded[:, 1::2])
     if blocks.packing == "words":
-        return _words(codes, row.bits)
+        return _words(codes, element.bits)
     return torch.from_numpy(codes)
 
 

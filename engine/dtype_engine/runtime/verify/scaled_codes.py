@@ -33,9 +33,10 @@ def decoder(
     config: Mapping[str, Any] | None,
     read: Callable[[str], torch.Tensor],
 ) -> Callable[[], torch.Tensor] | None:
-    """Return a function that decodes a weight to float32 [out, in], or None if the weight is stored in another way.
+    """Return a function that decodes a weight to float32 [out, in], or None if the weight is not stored as 8-bit codes with scales.
 
-    tensors: the tensors of the files. config: the contents of config.json. read: reads a tensor of the files.
+    tensors: the tensors of the files. config: the contents of config.json. read: a function that reads a tensor of the files by its
+    name.
     """
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     parts = {name for name in weight.names if name in tensors} - {weight.codes, weight.scale}
@@ -100,7 +101,9 @@ def _block(codes: tuple[int, ...], scales: tuple[int, ...], declared: tuple[int,
 
 
 def _spread(scales: torch.Tensor, shape: tuple[int, ...], block: tuple[int, int]) -> torch.Tensor:
-    """Return scales as a tensor that can be multiplied with codes of `shape`. The last blocks may be shorter."""
+    """Repeat scales so that they can be multiplied with codes of `shape`. block: how many rows and columns of the codes share a
+    scale; the last blocks may be shorter.
+    """
     wide = scales.reshape(-(-shape[0] // block[0]), -1)
     if len(wide) > 1 and block[0] > 1:
         wide = wide.repeat_interleave(block[0], 0)[: shape[0]]

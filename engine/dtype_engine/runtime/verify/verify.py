@@ -266,7 +266,9 @@ def _read(folder: Path, contents: Contents) -> ExportedValues:
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
-    """Return the source's tensors that are missing in the export. They include tensors left out as tied, if their values differ."""
+    """Return the source's tensors that are missing in the export. A tensor that was left out because it is tied to a written tensor
+    counts as missing only if the values of the two tensors differ.
+    """
     written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
     differences = []
     for name in sorted(source.names - written):
@@ -345,7 +347,9 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
 
 
 def _calibrated(contents: Contents) -> tuple[str, ...]:
-    """Return a sentence about activation scales, which come from calibration inputs and can't be recomputed, or () without any."""
+    """Return a sentence which says that activation scales were only checked to be finite and positive, since they come from
+    calibration inputs and can't be recomputed. Returns () if the export has none.
+    """
     count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
     if not count:
         return ()

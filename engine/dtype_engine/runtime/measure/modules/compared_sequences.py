@@ -12,14 +12,15 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""If one module call contains more than 1 / `_OUTLINE` of all calls of a pass, the modules that it calls directly are observed,
-too. If something inside it changes, the next pass can then still skip some of these calls.
+"""In a pass without module comparison, the outputs of the modules that the model calls directly are kept, so that the next pass can
+skip unchanged calls. If one of these calls contains more than 1 / `_OUTLINE` of all calls of the pass, the outputs of the calls
+directly inside it are kept, too: some of them can then be skipped even if others have changed.
 """
 
 
 def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozenset[int]:
-    """Return the numbers of the sequences in which modules are compared. order: the sequence numbers in the order of running.
-    elements: the number of input elements of each sequence.
+    """Return the indexes (among the inputs) of the sequences in which modules are compared. order: the indexes of all sequences, in
+    the order of running. elements: the number of input elements of each sequence.
     """
     chosen, compared, run = set(order[:1]), 0, 0
     for number in order[1:]:
@@ -31,8 +32,8 @@ def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozens
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
-    """Return a small set of modules whose outputs suffice to skip unchanged calls in the next pass: those that the model itself
-    calls and, for calls that contain a tenth of all calls or more, also those called inside.
+    """Return a small set of modules whose outputs suffice to skip unchanged calls in the next pass: the modules that the model
+    calls directly and, if such a call contains a tenth of all calls or more, the modules called directly inside it, and so on.
 
     finished: the called module's name for each call of a pass, in the order in which calls ended. spans: for each of these calls,
     how many calls had finished when it began.

@@ -65,8 +65,8 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add `observed`, the sums of one call of `module`, to `sums`. If the call was skipped, `observed` comes from the earlier
-        pass whose output is reused.
+        """Add `observed`, the sums of one call of `module`, to `sums`; if it is None, add nothing. For a skipped call, `observed`
+        comes from the earlier pass whose output is reused.
         """
         if observed is not None:
             if observed.rerouted:

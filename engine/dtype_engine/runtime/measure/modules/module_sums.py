@@ -24,7 +24,9 @@ class ModuleSums:
 
     sums: ElementSums = field(default_factory=ElementSums)
     comparable: bool = True
-    """Whether outputs could be compared by element: shapes were equal, and each row (of an expert) belonged to the same token."""
+    """Whether the outputs could be compared element by element. This requires equal shapes, and for an expert that each row belongs
+    to the same token as in the reference.
+    """
     rerouted: int = 0
     """If this is a router that sent a token to another expert than in the reference, the number of all tokens in that call.
     Otherwise 0.
@@ -45,16 +47,18 @@ class ModuleSums:
 
     @classmethod
     def not_comparable(cls, reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-        """Return sums for outputs that can't be compared by element: only how many more non-finite values the candidate has."""
+        """Return sums for outputs that can't be compared element by element. They only state how many more non-finite values the
+        candidate has.
+        """
         counts = [int((~torch.isfinite(output)).sum()) for output in (reference, candidate)]
         return cls(ElementSums(nonfinite=max(0, counts[1] - counts[0])), comparable=False)
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torch.Tensor | None = None) -> ModuleSums:
-    """Return sums over all elements of two outputs of a module, in float64. Only the sums for module metrics are computed; those
-    for the main output would take twice as long.
+    """Return sums over all elements of two outputs of a module, in float64. Only the sums for module metrics are computed, since
+    also computing those for the main output would take twice as long.
 
-    kept: a bool mask of the output's first dimensions; only these positions are compared.
+    kept: a bool mask of the output's first dimensions; only these positions are compared. If None, all are compared.
     """
     if reference.shape != candidate.shape:
         return ModuleSums.not_comparable(reference, candidate)

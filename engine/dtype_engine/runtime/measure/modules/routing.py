@@ -2,7 +2,7 @@
 
 A router sends each token to a few experts, and an expert's input has one row for each of its tokens. If rounding sends a token to
 another expert, later rows of that input shift to other tokens, so comparing elements is meaningless. Outputs with one row for every
-token, such as those of routers and of the module that contains the experts, are always compared.
+token, such as the outputs of routers and of the module that contains the experts, are always compared.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ _BIASED = ("n_group", "e_score_correction_bias", "use_expert_bias", "moe_router_
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """The numbers of experts that a model's configuration states."""
+    """What a model's configuration says about its routing: how many experts there are, and how many a token is routed to."""
 
     experts: frozenset[int]
-    """Possible numbers of experts. A router's output has one score for each expert."""
+    """All numbers of experts that the configuration states. A module whose outputs have one of these numbers of scores may be a
+    router.
+    """
     chosen: int | None
     """The number of experts to which a token is routed, if these are the experts with the largest scores. None if the number is
     unknown or other settings also affect the choice.
@@ -81,7 +83,9 @@ class RoutingComparer:
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
-        """Return the number of tokens in a router's call, if it sent any to another expert than in the reference, or else 0."""
+        """Return the number of all tokens in a router's call if the router sent at least one of them to another expert than in the
+        reference. Otherwise, return 0.
+        """
         return self._changed.get(module.rpartition(".")[0], 0) if _ROUTER.search(module) else 0
 
     def is_shifted(self, module: str, output: torch.Tensor) -> bool:

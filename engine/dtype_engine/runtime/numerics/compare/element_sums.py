@@ -46,7 +46,7 @@ class ElementSums:
     """The scalar product Σrc of reference and candidate."""
 
     def add(self, other: ElementSums) -> None:
-        """Add the sums over more elements to these sums."""
+        """Add `other`, the sums over further elements, to these sums."""
         self.elements += other.elements
         self.nonfinite += other.nonfinite
         self.nonfinite_reference += other.nonfinite_reference
@@ -123,10 +123,11 @@ def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
-    """Return the sums of one chunk from the reference r and a small difference Δ (float64, contiguous; Δ is overwritten).
+    """Return the sums over one chunk of the outputs, computed from the reference r and a small difference Δ = candidate -
+    reference. r, delta: float64, contiguous; Δ is overwritten. This takes fewer operations than `sums_of_any`.
 
-    Returns None if Δ is not finite, or so large that computing the candidate's sums from r and Δ would lose digits. Such chunks
-    need `sums_of_any`.
+    Returns None if Δ is not finite, or so large that computing the candidate's sums from r and Δ would lose digits. Such a chunk
+    needs `sums_of_any`.
     """
     r, delta = r.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]
@@ -139,7 +140,9 @@ def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
 
 
 def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Return the sums of one chunk of the reference r and the candidate c, float64 with arbitrary values."""
+    """Return the sums over one chunk of the outputs: of the reference's values r and the candidate's values c, both float64. They
+    may differ by any amount, and may be infinite or NaN. `sums_of_small` is the faster function for the usual case.
+    """
     r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))

@@ -149,12 +149,12 @@ class OutputMetrics:
 
 
 def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Tensor | None = None) -> torch.Tensor:
-    """Return an output of any shape as [rows, width], or as [positions, classes] if it holds logits of distributions.
+    """Return an output of any shape as a matrix [rows, width] or, if it holds logits of distributions, [positions, classes]. It is
+    a view if all positions are kept and the classes are the last dimension.
 
-    classes_dim: the dimension of the classes (from 0), or None. kept: a mask of the positions to compare, bool [batch, positions],
-    for the first two dimensions of the output; if None, all positions. If each position of the text is a class, as for the start of
-    an answer, positions that are not kept get the logit minus infinity. The result is a view if all positions are kept and the
-    classes are the last dimension.
+    classes_dim: the dimension of the classes (from 0), or None if the output has no distributions. kept: a mask of the positions to
+    compare, bool [batch, positions], for the first two dimensions of the output; if None, all positions. If the positions of the
+    text are themselves the classes, as for the start of an answer, positions that are not kept get the logit minus infinity.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)
@@ -197,8 +197,10 @@ def _quantile(ordered: torch.Tensor, q: float) -> float:
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Return minimum, median, maximum and percentiles of values, with keys such as `kl_max`. percentiles: the name (such as p999)
-    and quantile (0 to 1) of each percentile. If there are too few values, percentiles are None.
+    """Return the minimum, median, maximum and percentiles of values, keyed by `prefix` and their names, as in `kl_max`.
+
+    percentiles: the name (such as p999) and quantile (0 to 1) of each percentile. If there are too few values, percentiles are
+    None.
     """
     ordered = values.sort().values
     enough = len(ordered) >= FEWEST_FOR_PERCENTILES
