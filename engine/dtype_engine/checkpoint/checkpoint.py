@@ -42,7 +42,7 @@ class Checkpoint:
     form: Form = "safetensors"
     """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
     values: Mapping[str, Any] | None = None
-    """The tensors' values by name, for pickles, whose headers can't be read without their values. Otherwise None."""
+    """For pickles, whose headers can't be read without their values: the values by tensor name. Otherwise None."""
     base: str | None = None
     """The model that an adapter belongs to. None if the checkpoint is not an adapter or does not name the model."""
     notices: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Checkpoint:
     identities: tuple[FileIdentity, ...] = ()
     """The size, modification time and inode of each weights file, recorded before anything was read, to detect later changes."""
     components: tuple[Component, ...] = ()
-    """The folders of a diffusers pipeline that hold weights."""
+    """For a diffusers pipeline, its components that have weights, such as the UNet; otherwise ()."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps each further name of a tied weight to the weight's name in `tensors`. Read from pickles and from safetensors' metadata.
     """
@@ -68,8 +68,8 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors under the names that the model gives them. A tied weight appears under each of its names. Scales are left
-        out: each of them belongs to a weight.
+        """The tensors under the names that the model gives them. A tied weight appears under each of its names. The scales of this
+        program's exports are left out, because the weights that they belong to are listed.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
         besides = self._own_parts - own.keys()
@@ -80,8 +80,8 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the stored dtype of a weight. name: a key in `weights`. If one scale covers the whole weight, the returned name
-        ends in `@tensor`.
+        """Return the dtype in which the checkpoint stores a weight. name: a key in `weights`. If the weight has a single scale for
+        all its values, the returned dtype ends in `@tensor`.
         """
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
@@ -120,9 +120,7 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files, except codes and scales that this program's own export wrote (those of the weights in
-        `quantized`).
-        """
+        """All tensors in the files by name, except the codes and scales that this program's own exports write."""
         own = self._own_parts
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 

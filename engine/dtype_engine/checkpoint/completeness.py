@@ -41,8 +41,8 @@ class IndexReport:
 
     @property
     def coverage(self) -> Coverage:
-        """How many of the checkpoint's tensors the files of the index hold, and the names of the missing ones. The checkpoint's
-        tensors are those in the index and those in left-out files.
+        """How many of the checkpoint's tensors are in the files that the index names, and the names of the others. The checkpoint's
+        tensors are those that the index names and those in left-out files.
         """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
@@ -76,7 +76,7 @@ def what_is_missing(
     """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
     index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
-    class of the model. prefix: a prefix of all tensor names in the files that the names in the class lack, or "".
+    class of the model. prefix: a prefix that every tensor name in the files has and the model's own names lack, or "".
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()

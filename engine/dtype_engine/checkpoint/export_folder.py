@@ -75,7 +75,9 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether a folder has a recipe or a README that this program wrote. Other programs also write a `recipe.yaml`."""
+    """Return whether this program wrote the folder's `recipe.yaml` or its `README.md`. The beginning of their text decides, because
+    other programs write files with these names too.
+    """
     files = ((_RECIPE, folder / "recipe.yaml"), (_README, folder / "README.md"))
     return any(mark.match(_text(file) or "") is not None for mark, file in files)
 

@@ -1,4 +1,6 @@
-"""Reads declarations from the source code of a transformers architecture, without importing the code."""
+"""Reads the source code of a transformers architecture without importing it: which tensors it keeps in float32, and which prefix it
+expects in tensor names.
+"""
 
 from __future__ import annotations
 
@@ -62,11 +64,11 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return an extra prefix, such as `language_model.`, that all tensor names of a checkpoint have but its architecture's classes
-    do not expect. Returns "" if there is no such prefix or the architecture is unknown.
+    """Return an extra prefix that all tensor names of a checkpoint have and that transformers would not remove, so that it would
+    find none of the tensors. Returns "" if there is no such prefix or the architecture is unknown.
 
-    Loaders can add or drop only the architecture's own prefix, such as `model.`. A common prefix counts as extra only if the
-    architecture's own prefix comes after it in most names.
+    For example, the prefix is `language_model.` in `language_model.model.layers.0`, if the architecture's own prefix is `model.`.
+    In most names, the architecture's own prefix must follow; otherwise the common prefix does not count as extra.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

@@ -45,8 +45,8 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """The contents of pickles: headers and tensors, under all names of each tensor. `aliases` maps a tensor's further names to its
-    first name. `notices` are sentences that the user should see.
+    """The contents of pickles. `tensors` and `values` are the headers and the values of all tensors, by name. A tensor with several
+    names is listed under each of them; `aliases` maps its further names to its first. `notices` are sentences for the user.
     """
 
     tensors: dict[str, CheckpointTensor]
@@ -253,9 +253,9 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the mapping with the most tensors in a loaded object and the mappings inside it.
+    """Find the model's weights in the content of a pickle: of `loaded` and all mappings inside it, the one with the most tensors.
 
-    Returns the mapping and its path, such as `model.state_dict`, or "" for the object itself. The search ends at the first mapping
+    Returns the mapping and its path, such as `model.state_dict`, or "" for `loaded` itself. The search ends at the first mapping
     whose key is a usual name for weights.
     """
     best, most, entry = loaded, _count(loaded), ""
@@ -295,7 +295,9 @@ def _count(mapping: Mapping[Any, Any]) -> int:
 
 
 def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of one mapping. Keys that are not strings are converted to strings."""
+    """Return the tensors among the values of `mapping`, by name; keys that are not strings are converted. path: the file, for
+    errors. Raises UserError if a name is empty or occurs twice.
+    """
     import torch
 
     named: dict[str, torch.Tensor] = {}

@@ -58,7 +58,9 @@ class CheckpointTensor:
 
     @property
     def bytes(self) -> ByteRange | None:
-        """The range of the tensor's bytes, which torch can read as the tensor's dtype, or None if there is no such range."""
+        """Where the file holds the tensor's bytes as torch reads its dtype. None for a tensor of a GGUF block type, one whose bytes
+        are not contiguous, and one that can't be read at all.
+        """
         if self.start is None or self.packed or self.refusal is not None:
             return None
         return ByteRange(self.file, self.start, self.nbytes)

@@ -101,11 +101,11 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """A context manager under which only `answer` writes to standard output. All other output, such as that of a model's code, goes
-    to standard error.
+    """A context manager under which only the function `answer` writes to standard output. All other output, such as that of a
+    model's code, goes to standard error.
 
-    C code and child processes write to file descriptor 1 itself, some of them only when the process ends. Under `own_output` that
-    descriptor therefore leads to standard error until the end of the process.
+    C code and child processes write to file descriptor 1 directly, and may do so as late as the end of the process. If `own_output`
+    has made a copy of standard output, descriptor 1 is therefore redirected to standard error for good.
     """
     before = sys.stdout
     if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):

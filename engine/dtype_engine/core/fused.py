@@ -58,8 +58,8 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return which of the weights `names` would share a tensor scale with the weight `name`, itself included, if all of them had
-    the format `dtype`. Returns () if no other weight would share its scale, or if the format has no tensor scales.
+    """Return the weights that would share one tensor scale with the weight `name` if `name` and all of `names` had the format
+    `dtype`. The result includes `name`. It is () if no other weight would share the scale, or if the format has no tensor scales.
     """
     if not _has_tensor_scale(dtype):
         return ()

@@ -10,8 +10,8 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 ClassesDim = int | Literal["auto", "none"]
-"""Says in which dimension of the main output the logits of a distribution lie: the dimension's index (from 0, or from the end if
-negative), "auto" to determine it from the model, or "none" if the output is no distribution.
+"""The type of the setting that says in which dimension of the main output the logits of a distribution lie: an index (from 0, or
+from the end if negative), "auto" to determine it from the model, or "none" if the output is no distribution.
 """
 
 

@@ -41,8 +41,8 @@ class TensorInfo:
     None.
     """
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, for example because it is part of a quantised weight. None if it can be cast, or if only its
-    dtype prevents that.
+    """Why no rule can cast the tensor, for example because it is part of a quantised weight. None if it can be cast, or if its
+    dtype alone prevents that.
     """
     quantized: bool = False
     """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own
@@ -164,9 +164,8 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """Pairs (dtype, fraction of the bytes), largest fraction first.
-
-        Tied weights that are counted elsewhere are included only if the module has no other tensors.
+        """Pairs (dtype, fraction of the bytes), largest fraction first. If a module holds only tied weights that are counted
+        elsewhere, the fractions are those of these weights; otherwise such weights are left out.
         """
         held = self.nbytes or self.tied
         whole = sum(held.values())
@@ -269,7 +268,6 @@ class Tree:
         )
 
     def _put_in_order(self) -> None:
-        """Fill `order` with the distinct tensors, depth first, and set each module's range in `order`."""
         stack: list[tuple[Module, bool]] = [(self.root, False)]
         while stack:
             node, done = stack.pop()
@@ -364,8 +362,8 @@ class Tree:
 
     @cached_property
     def never_cast(self) -> list[int]:
-        """Running sum over `order`: entry i is how many of the first i tensors can never be cast for a reason other than their
-        dtype, for example because they are parts of quantised weights.
+        """Running sum over `order`: entry i says how many of the first i tensors no rule can cast, for example because they are
+        parts of quantised weights. Tensors that can't be cast merely because of their dtype are not counted.
         """
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 

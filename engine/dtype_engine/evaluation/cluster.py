@@ -70,9 +70,7 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _gone(self) -> None:
-        """Raise the UserError for a lost scheduler. This is called when Dask has cancelled futures, which happens when the
-        scheduler ends.
-        """
+        """Raise the UserError which says that the scheduler has ended. The sign of this is that Dask has cancelled futures."""
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )

@@ -70,7 +70,7 @@ class Over:
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """Describe a session's model, inputs and options as plain data, so that a worker in another process can open the same model.
+    """Return the model, inputs and options of a session as plain data, so that a worker in another process can open the same model.
 
     source: what the session was opened from. threads: how many threads each worker should use. Raises UserError if the session has
     no inputs.
@@ -89,8 +89,8 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run what is left of a session's scan on a pool, and return the report. The work is one task for each sequence or, in an exact
-    scan, for each pair of weight and dtype. With the same number of threads, the result equals that of `task.run` to the last bit.
+    """Run the unfinished part of a session's scan on a pool, and return the report. Each task scans one sequence or, in an exact
+    scan, one pair of a weight and a dtype. With the same number of threads, the result equals that of `task.run` to the last bit.
 
     `on_progress("scan", done, total)` is called after each task, and `on_estimate` with the report so far after each sequence.
     After an error, `task` keeps the results of the finished tasks. Raises the errors of `task.run`.
@@ -125,8 +125,8 @@ def drifts(
 ) -> Iterator[tuple[int, DriftReport]]:
     """Measure the drift of several recipes. Yields (index of the recipe, report) of each as soon as it is measured.
 
-    recipes: each with the run settings for its measurement. over: the workers that measure. If None, this session measures one
-    recipe after another, and then has the last recipe. Raises the errors of `Session.drift`.
+    recipes: each recipe with the run settings for its measurement. over: the workers that measure. If it is None, this session
+    measures one recipe after another, and the last recipe stays its current one. Raises the errors of `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -166,11 +166,11 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function that compares an export's tensors on a pool, which `verify` calls instead of comparing them in this
-    process. Each evaluation compares several tensors, of at most 64 MiB in all unless a single one is larger.
+    """Return a function that compares the tensors of an export with their source on the workers of `pool`. `verify` calls it with
+    the plan of the export; it yields (indexes of the compared tensors in the plan, for each tensor what is wrong or None).
 
-    threads: how many threads each worker uses. folder: the folder of the export. source: the checkpoint that was exported. options:
-    how the workers open the export and the source.
+    Each evaluation compares several tensors, at most 64 MiB together, or a single larger one. threads: how many threads each worker
+    uses. folder: the folder of the export. source: the checkpoint that was exported. options: how the workers open both.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 
@@ -188,8 +188,8 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
 
 
 def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Group tensors into evaluations of at most `_PIECE` bytes (or one tensor) and `_MOST` tensors each. sizes: the bytes of each
-    tensor. Yields the indexes of each group, in order.
+    """Divide the tensors of an export into groups, each for one evaluation: at most `_PIECE` bytes (or a single tensor) and at most
+    `_MOST` tensors. Yields the indexes of each group's tensors, in order. sizes: the bytes of each tensor.
     """
     piece: list[int] = []
     nbytes = 0

@@ -14,8 +14,8 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """A comparison of one rule's matches in this program and in another tool, limited to tensors that the tool's patterns can
-    affect.
+    """How the tensors that one rule matches in this program differ from those that it matches in another tool. Only tensors that
+    the tool's patterns can affect are compared.
     """
 
     pattern: str
@@ -110,5 +110,4 @@ def _overruled(
 
 
 def _in_order(context: Context, names: frozenset[str]) -> tuple[str, ...]:
-    """Return names sorted in the model's order."""
     return tuple(name for name in context.tree.tensors if name in names)

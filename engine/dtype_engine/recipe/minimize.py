@@ -37,7 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return the recipe without rules that have no effect because of later rules: its plan still has the dtypes `target`, by tensor
+    """Return the recipe without superfluous rules: without the removed rules, the plan still has the dtypes `target`, by tensor
     name.
     """
     index = 0
@@ -90,7 +90,7 @@ class _Proposals:
         return self._selected[pattern]
 
     def _general(self) -> list[str]:
-        """Return the patterns that do not depend on which weights are wrong: `*`, classes, and names with wildcards."""
+        """Return the candidates that do not depend on which weights are still wrong: `*`, classes, and names with wildcards."""
         patterns = {"*": 0}
         for name, module in self.tree.modules.items():
             if name:
@@ -141,8 +141,8 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _pure_above(self, name: str) -> list[str]:
-        """Return one pattern for each module above the tensor `name` in which all tensors need the same dtype. The pattern matches
-        the module.
+        """Return a pattern for each module above the tensor `name` whose tensors all need the same dtype. Each pattern matches one
+        module.
         """
         return [
             generalisations(module)[0]

@@ -223,9 +223,9 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether some rules match nothing in this tree but might match once the model's architecture is known.
+    """Return whether some rules match nothing in this tree, but might match once the model's architecture is known. Raises TooSlow.
 
-    A tree that was built only from the tensor names in the files lacks module classes and tied names. Raises TooSlow.
+    A tree that was built only from the tensor names in the files lacks module classes and the aliases of tied weights.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -233,10 +233,9 @@ def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe. Raises UserError if rules select nothing. The error gives the reason, and a similar name, for
-    the first of these rules.
+    """Return the plan of a recipe. Raises UserError if a rule selects nothing. The error says why, and suggests a similar name.
 
-    Rules by module class are refused if the tree has no classes, because the modules that they select are then unknown.
+    A rule by module class is refused if the tree has no classes, because the modules that it selects are then unknown.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -252,7 +251,7 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def uncast_words(tree: Tree, taken: Selection) -> str:
-    """Return the name of the first tensor that a selection leaves as stored, and the reason. There must be such a tensor."""
+    """Return words that name the first tensor which a selection leaves as stored, and say why. `taken` must have such a tensor."""
     assert taken.uncastable is not None
     return f"first {printable(taken.uncastable)}: {tree.tensors[taken.uncastable].why_not_cast}"
 

@@ -242,7 +242,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
 
 
 def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for each row of `tree_section`. Numbered modules of one class, such as all layers, share a row."""
+    """Return (name, modules) for each row of the table of modules. Numbered modules of one class, such as layers, share a row."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
@@ -254,7 +254,7 @@ def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for the rows directly below the row `name`, which stands for `modules`."""
+    """Return (name, modules) for the table rows directly below the row `name`, which stands for `modules`."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):

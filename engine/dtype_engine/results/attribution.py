@@ -110,7 +110,9 @@ class NonFiniteDiagnosis:
     """The largest finite value of `dtype`."""
     weights: tuple[Name, ...]
     largest: float | None
-    """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""
+    """The largest finite magnitude among the inputs of the operation or, if `kind` is "weight", among the stored values of the
+    weights.
+    """
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: str | None
@@ -120,7 +122,9 @@ class NonFiniteDiagnosis:
     it has none.
     """
     constant: float | None = None
-    """A constant in the model's code that the dtype can't represent: a mask that becomes infinite, or an epsilon that becomes 0."""
+    """The value of a constant in the model's code, if it is the cause because the dtype can't represent it: a mask that becomes
+    infinite, or an epsilon that becomes 0. Otherwise None.
+    """
     before: OutputDrift | None = None
     """The drift of the main output without the rule `remedy`."""
     after: OutputDrift | None = None

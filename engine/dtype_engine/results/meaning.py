@@ -90,7 +90,9 @@ class Meaning:
 
 
 def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Return words that say how far modules drift in a model whose output is identical to the reference's."""
+    """Return words about the drift of modules in a model whose output equals the reference's: how many modules drift, and the worst
+    SQNR.
+    """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"

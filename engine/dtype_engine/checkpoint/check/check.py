@@ -141,8 +141,8 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of scale tensors that were read, and one finding for each scale tensor with invalid scales (such as NaN or
-    zero). weights: the weights of the checkpoint that other programs quantised.
+    """Read the scales of all quantised weights. Returns (number of scale tensors that could be read, one finding for each tensor
+    with invalid scales, such as NaN or zero). weights: the weights that other programs quantised.
     """
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
@@ -174,11 +174,11 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
 
 
 def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each group of layers that runtimes fuse (such as q, k and v) whose members have different quantised
-    formats or different per-tensor scales.
+    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if their quantised formats or their
+    per-tensor scales differ.
 
-    weights: the weights that other programs quantised. broken: modules about which there is already a finding. Their groups are
-    skipped, because that finding explains the difference.
+    weights: the weights that other programs quantised. broken: names of modules that already have a finding; groups with such a
+    module are skipped, because its finding explains the difference.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -213,8 +213,10 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
 
 
 def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if no weight has the dtype that config.json declares, and for each 16-bit tensor that the architecture keeps
-    in float32. plain: the unquantised floating-point tensors, by name. config: the content of config.json.
+    """Yield one finding if config.json declares a dtype that no weight has. Also yield a finding for each 16-bit tensor that the
+    architecture keeps in float32.
+
+    plain: the unquantised floating-point tensors, by name. config: the content of config.json.
     """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
@@ -247,9 +249,10 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
 
 
 def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of tensors whose values were read, and a finding for each tensor that holds NaN or infinity, and for each
-    weight whose values are all equal. weights: the names of the tensors that hold weights; equal values in any other tensor are no
-    problem.
+    """Read the values of all tensors. Returns (number of tensors that could be read, findings). A tensor with NaN or infinity is a
+    finding, and so is a weight whose values are all equal.
+
+    weights: the names of the tensors that hold weights. In other tensors, equal values are no problem.
     """
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
     findings = []

@@ -87,8 +87,8 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a sentence about the first tensor of a quantised weight that lacks another tensor which it needs, such as codes
-    without scales. The result is a tuple of this sentence, or () if no tensor is missing.
+    """Return a tuple of one sentence for the user if tensors of quantised weights are missing, otherwise (). The sentence names the
+    first incomplete weight, what it lacks (such as the scales of its codes), and how many more problems there are.
     """
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
@@ -97,7 +97,9 @@ def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
 
 
 def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
-    """Return the suffixes of the tensors that a weight requires in addition to its codes and scales, such as zero points."""
+    """Return the suffixes of the tensors that a weight requires in addition to its codes and scales, such as zero points. tensors:
+    all tensors of the checkpoint, by name; the dtypes of the codes and scales decide what the weight requires.
+    """
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     nvfp4 = codes.dtype == "uint8" and scale.dtype == "float8_e4m3fn"
     if weight.layout is COMPRESSED:
@@ -112,7 +114,9 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """Return the quantisation layout, such as GPTQ, if the tensor's name and dtype prove that it holds codes; otherwise None."""
+    """Return the quantisation layout, such as GPTQ, that this tensor's name and dtype alone identify, so that codes are recognised
+    even if their scales are missing. Returns None if they identify none.
+    """
     return next(
         (
             layout

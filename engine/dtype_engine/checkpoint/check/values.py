@@ -87,12 +87,12 @@ def _has_infinity(dtype: str) -> bool:
 
 
 def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Decode raw bytes of floating-point values to integers, so that NaN and infinity can be found by comparing integers. Returns
-    None for an unsupported dtype, otherwise a tuple: (the bits of each value without the sign bit, as an integer; whether each
-    value is negative; a limit).
+    """Decode the raw bytes `piece` of floating-point values, so that NaN and infinity can be found by comparing integers. Returns
+    (magnitudes, signs, limit), or None for an unsupported dtype.
 
-    A value is NaN if its integer exceeds the limit. The limit itself stands for infinity or, if the dtype lacks infinity, for the
-    largest finite value.
+    A magnitude is the bits of a value without its sign bit, as an integer. A sign is True for a negative value. A value is NaN if
+    its magnitude exceeds the limit. The limit itself stands for infinity or, if the dtype lacks infinity, for the largest finite
+    value.
     """
     import numpy as np
 

@@ -71,8 +71,7 @@ def _leaves(context: Context) -> dict[str, list[str]]:
 
 
 def _planned(context: Context, tensor: str) -> str:
-    """Return the dtype in which `.to()` would store a tensor as planned: for int8 or float8, the dtype of the codes alone.
-
+    """Return the dtype that diffusers can cast a tensor to for the plan: for int8 or float8, the dtype of the codes without scales.
     The name of a block format is returned unchanged; diffusers can't store it.
     """
     dtype = context.plan.dtypes[tensor]
@@ -150,10 +149,10 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return a short list of modules that diffusers must skip, so that it casts exactly the leaves in `cast`. Skipping a module
-    skips everything below it, so each leaf that is not to be cast is covered by its topmost ancestor that contains no leaf to cast.
+    """Return a short list of modules that diffusers must skip, so that of the modules `leaves` it casts exactly those in `cast`.
 
-    leaves: the modules that diffusers casts as a whole, each with the names of its tensors. cast: those leaves that are to be cast.
+    Skipping a module skips everything below it. For each leaf that is not to be cast, the list therefore has the topmost module
+    above it that contains no leaf to cast. leaves: the modules that diffusers casts as a whole, each with the names of its tensors.
     """
     holding: set[str] = set()
     for leaf in cast:
@@ -170,8 +169,7 @@ def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes:
     """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
     `patterns` match. notes: comments for the top.
 
-    If no module is skipped, the code passes `()` to diffusers as the patterns. With None, diffusers would cast the model as a
-    whole.
+    The code passes `()` to diffusers if there are no patterns. For None, diffusers would cast the model as a whole.
     """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (
