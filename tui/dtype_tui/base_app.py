@@ -84,8 +84,8 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read. Called after a key press. Does nothing if the message appeared less than `READ_S`
-        seconds ago, unless `surely` is True.
+        """Mark the newest message as read, after a key press. A message that appeared less than `READ_S` seconds ago stays unread,
+        unless `surely` is True.
         """
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):

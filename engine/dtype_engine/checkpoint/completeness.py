@@ -30,11 +30,13 @@ class IndexReport:
     found: int
     """The number of tensors that the index names and that are in one of the index's files."""
     missing: tuple[tuple[str, str], ...] = ()
-    """(tensor name, file name in the index) for each tensor that the index names but that is in none of the index's files."""
+    """One entry for each tensor that the index names but that is in none of the index's files: (tensor name, file name in the
+    index).
+    """
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is not in the file that
-    the index names.
+    """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file
+    that holds the tensor).
     """
     unnamed: tuple[str, ...] = ()
     """Names of the tensors that are in the index's files but not in the index."""

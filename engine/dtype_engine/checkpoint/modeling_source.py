@@ -64,11 +64,12 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return an extra prefix that all tensor names of a checkpoint have and that transformers would not remove, so that it would
-    find none of the tensors. Returns "" if there is no such prefix or the architecture is unknown.
+    """Return an extra prefix of all tensor names in a checkpoint, which keeps transformers from finding the tensors. Returns "" if
+    there is no such prefix or the architecture is unknown.
 
-    For example, the prefix is `language_model.` in `language_model.model.layers.0`, if the architecture's own prefix is `model.`.
-    In most names, the architecture's own prefix must follow; otherwise the common prefix does not count as extra.
+    For example, the prefix is `language_model.` in `language_model.model.layers.0`, if the architecture's own prefix is `model.`. A
+    common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json, which
+    names the architecture.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

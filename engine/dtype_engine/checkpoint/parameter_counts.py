@@ -103,8 +103,8 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
 
 
 def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters in a weight of compressed-tensors, which packs several of them into each word or byte of the
-    codes. codes, scale: the weight's codes and scales. config: the content of config.json, which may give the number of bits.
+    """Return the number of parameters in a weight that compressed-tensors packed: several codes in each word or byte. codes, scale:
+    the weight's codes and scales. config: the content of config.json, which may give the number of bits.
     """
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32

@@ -1,4 +1,4 @@
-"""Finds the weights that this program's export stored with scales, and the tensors of a file that form each of them.
+"""Finds the weights that this program's export stored with scales, and for each of them the tensors in the file: codes, scales, ...
 
 The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight. The module
 `packed_weights` handles weights that other programs quantised.

@@ -58,8 +58,8 @@ class CheckpointTensor:
 
     @property
     def bytes(self) -> ByteRange | None:
-        """Where the file holds the tensor's bytes as torch reads its dtype. None for a tensor of a GGUF block type, one whose bytes
-        are not contiguous, and one that can't be read at all.
+        """Where the file holds the tensor's bytes in the form that torch reads. None if the bytes are not contiguous, if they have
+        a GGUF block type, or if the values can't be read.
         """
         if self.start is None or self.packed or self.refusal is not None:
             return None

@@ -101,7 +101,7 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """Why a rule whose pattern matches the tensor leaves it as stored, in words that follow the tensor's name."""
+        """If a rule matches the tensor but does not cast it, the reason, in words that follow the tensor's name."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -308,8 +308,8 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in the order of `order`. Tied weights whose canonical name is
-        elsewhere, and of which only an alias is below the module, come last.
+        """Yield every distinct tensor at or below a module, in the order of `order`. At the end come tied weights of which only an
+        alias is below the module.
         """
         node = self.modules[module]
         yield from self.order[node.first : node.end]

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the recipes whose size (for a `budget` in bytes) or whose predicted drift (for `max_drift`) is nearest to the limit,
-    as solutions of a search. The last scan predicts the drift.
+    """Return the `count` recipes nearest to a limit, as solutions of a search: in size, if the limit is a `budget` in bytes, or in
+    the drift that the last scan predicts, if it is `max_drift`.
 
-    constraints: what the user requires of a recipe. count: how many recipes to return. Raises UserError, OutOfReach.
+    constraints: what the user requires of a recipe. Raises UserError, OutOfReach.
     """
     return around(session.front(constraints), budget, max_drift, count)
 

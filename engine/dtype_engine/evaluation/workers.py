@@ -83,8 +83,8 @@ class Workers:
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets if all workers share `threads`, or torch's default if None. Raises UserError.
-        private: bytes that each process needs in addition to the mapped checkpoint.
+        """Return how many threads each worker gets. All worker processes on this machine share `threads`, or torch's default number
+        if it is None. Raises UserError. private: bytes that each process needs in addition to the mapped checkpoint.
         """
         from dtype_engine.runtime.session.opening import threads_each
 

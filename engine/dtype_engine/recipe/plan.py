@@ -159,9 +159,9 @@ class Plan:
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The latest plan of each tree, because plans recur: the app plans a rule while it is typed and again when it is applied, and plans
-a new tree in a thread before it shows the tree. With 90,000 tensors, a plan takes 0.1 s, and without this, a key press would wait
-for two plans.
+"""The latest plan of each tree, because the same plan is often needed twice: while the user types a rule and when it is applied, or
+in a thread that prepares a new tree and when the tree is shown. With 90,000 tensors, a plan takes 0.1 s, and without this, a key
+press would wait for two plans.
 """
 
 

@@ -215,8 +215,8 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of weights that the runtime fuses, if the number of outputs of one of them is not a multiple
-    of the rows of a block. The runtime refuses them: its `validate_fp8_block_shape` raises.
+    """Yield a finding for each group of weights that the runtime fuses, if blocks of their format do not fit: a member's number of
+    outputs is not a multiple of a block's rows. The runtime refuses them: its `validate_fp8_block_shape` raises.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """

@@ -49,9 +49,9 @@ def build_report(
 ) -> Report:
     """Return the report of a plan.
 
-    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, or None.
-    no_drift: why there is no measurement. lost: if there is no measurement, the weights with values that their cast makes infinite
-    or zero, or None if such values were not counted.
+    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, which also
+    lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
+    and lost lists these weights, or is None if they are unknown.
     """
     losses = drift.lost if drift is not None else lost
     sections = [

@@ -1,5 +1,5 @@
 """Results that explain a drift: the noise floor, the modules that cause the drift, the first values that are not finite, and rules
-against casts that make values infinite or zero.
+that keep casts from making values infinite or zero.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """Return the score for each pair of a weight's name and a dtype."""
+        """Return the scores by (weight's name, dtype)."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
@@ -105,7 +105,7 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recipe near the limit of a search, with its predicted and its measured drift."""
+    """A recipe that a search measured because it is near the limit on bytes or drift, with its predicted and measured drift."""
 
     planned_bytes: int
     predicted: float

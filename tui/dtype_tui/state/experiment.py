@@ -218,7 +218,7 @@ class Experiment:
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def take(self, event: events.Event) -> None:
-        """Store an event's results in this object. Results that only a window shows are not stored."""
+        """Store the results that an event of the engine reports. Results that only a window shows are not stored."""
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -239,7 +239,7 @@ class Experiment:
                 self._take_result(event)
 
     def _take_result(self, event: events.Event) -> None:
-        """Store the result in an event that belongs to the current recipe."""
+        """Store the result that an event reports for the current recipe."""
         results = self.results
         match event:
             case events.CastDone():

@@ -100,8 +100,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 def newest_session(model: str | None = None) -> SavedSession:
     """Return the session that was saved last or, if `model` (the command-line argument MODEL) is given, the last one of that model.
-
-    Raises UserError if there is none, or if no model is given and the newest session can't be read.
+    Raises UserError if there is none. Without `model`, also raises UserError if the newest session can't be read.
     """
     if model is None:
         files = _files()

@@ -278,8 +278,8 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
 def _against(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only the checkpoint or only the source
-    has, and for each tensor whose shapes in the two differ.
+    """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only one of the two has, and for each
+    tensor that has one shape in the checkpoint and another in the source.
 
     weights: the weights of the checkpoint that other programs quantised. parts: the names of the tensors (codes, scales, ...) that
     store these weights.

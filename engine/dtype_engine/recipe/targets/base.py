@@ -1,4 +1,4 @@
-"""Classes and functions shared by all targets, which are the tools to whose formats a recipe can be converted."""
+"""Code shared by all targets. A target is a tool, such as torchao, to whose format a recipe can be converted."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Target:
     matcher: str
     """A phrase that says how the tool matches patterns, such as by `re.match` on module names."""
     precedence: Callable[[Sequence[str]], int] | None
-    """A function that takes the patterns that match one tensor, and returns the index of the pattern that the tool applies. None
-    if the tool has no order of precedence.
+    """A function that says which pattern the tool applies if several match a tensor: it takes these patterns, and returns the index
+    of one. None if the tool has no order of precedence.
     """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
