@@ -62,7 +62,7 @@ MISSED = 1
 @click.option(
     "--suggest",
     is_flag=True,
-    help="Find rules that keep the values which the casts lose, and measure the drift with these rules.",
+    help="Find rules for the weights with values that the casts make infinite or zero, and measure the drift with these rules.",
 )
 @workers_option
 @threshold_options
@@ -80,7 +80,7 @@ def drift(
 ) -> int:
     """Run the float32 reference and the candidate (the cast model), and report how much the output and the memory changed.
 
-    Weights with values that the cast made infinite or zero are listed as lost, however small the drift is.
+    Weights in which the cast made values infinite or zero are listed, however small the drift is.
 
     The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1) is not met.
     """
