@@ -25,7 +25,7 @@ class LeftOutFile:
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """The differences between an index and the files of its folder."""
+    """How a checkpoint's index (such as `model.safetensors.index.json`) differs from the files in its folder."""
 
     found: int
     """The number of tensors that the index names and that are in one of the index's files."""

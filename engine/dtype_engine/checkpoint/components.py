@@ -35,7 +35,9 @@ class Component:
     folder: Path
     files: tuple[Path, ...]
     stem: str
-    """The name, without `.safetensors`, that the component's library (diffusers or transformers) gives to a weights file."""
+    """The name of the component's weights file without `.safetensors`. It depends on the component's library, diffusers or
+    transformers.
+    """
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False

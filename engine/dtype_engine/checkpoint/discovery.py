@@ -31,8 +31,8 @@ class LocalModel:
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """Return the models that the user could open: the folder itself if it is a checkpoint, or else the checkpoints in it, and then
-    the models in the Hugging Face cache. Each of the two groups has the newest model first.
+    """Return the models that the user could open. First come the checkpoints in `folder`, or `folder` itself if it is a checkpoint;
+    then the models in the Hugging Face cache. Both groups begin with the newest model.
     """
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
 

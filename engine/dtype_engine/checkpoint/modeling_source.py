@@ -49,10 +49,8 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return which tensors an architecture keeps in float32, as parts of their names. They are collected from all model classes of
-    the architecture. Both sets are empty if the architecture is unknown.
-
-    config: the content of config.json, which names the architecture.
+    """Return which tensors an architecture keeps in float32, as any of its model classes declares. The result names no tensors if
+    the architecture is unknown. config: the content of config.json, which names the architecture.
     """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):

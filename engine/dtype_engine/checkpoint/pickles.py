@@ -129,9 +129,8 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype.
-
-    Returns None for a tensor without strided memory: a nested, sparse, meta or empty one.
+    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype, which are one tied weight. Returns
+    None for a tensor without strided memory: a nested, sparse, meta or empty one.
     """
     import torch
 

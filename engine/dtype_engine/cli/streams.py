@@ -21,7 +21,7 @@ to `sys.stdout`.
 
 
 class ReaderGone(Exception):
-    """The reader has closed standard output. The program must end without a message, as if SIGPIPE had ended it."""
+    """Raised if the reader has closed standard output. The program must then end without a message, as if SIGPIPE had ended it."""
 
 
 class _StandardOutput(io.FileIO):
@@ -36,7 +36,9 @@ class _StandardOutput(io.FileIO):
         self._failed = False
 
     def write(self, data: Any, /) -> int:
-        """Write a bytes-like object. Raises ReaderGone if the reader is gone, and UserError for any other error."""
+        """Write a bytes-like object, and return the number of its bytes. Raises ReaderGone if the reader is gone, and UserError for
+        any other error.
+        """
         if self._failed:
             return memoryview(data).nbytes
         try:

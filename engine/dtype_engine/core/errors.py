@@ -40,7 +40,7 @@ class UserError(Exception):
 
 
 class PatternError(UserError):
-    """A pattern can't be parsed.
+    """Raised if a pattern can't be parsed.
 
     Attributes:
         position: Index (from 0) of the character that caused the error; None if no single character did.
@@ -59,7 +59,7 @@ class PatternError(UserError):
 
 
 class TooSlow(PatternError):
-    """A pattern is valid, but matching it takes too long."""
+    """Raised if a pattern is valid, but matching it takes too long."""
 
 
 class NoForward(UserError):

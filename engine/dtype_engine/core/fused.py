@@ -23,9 +23,8 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights in the fused group of `name`, including weights that the model lacks.
-
-    Returns () if there is no group.
+    """Return the names of all weights that runtimes fuse with the weight `name`, such as q, k and v of one layer, including `name`
+    itself and weights that the model lacks. Returns () if they fuse it with none.
     """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:

@@ -26,8 +26,8 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a shard such as `3/16` (the third of sixteen). The text `slurm` means the shard of this task in a Slurm job array,
-        which `environment`, the environment variables, names. Raises UserError.
+        """Parse a shard such as `3/16` (the third of sixteen). `slurm` is the shard of this process's task in a Slurm job array, as
+        the environment variables in `environment` say. Raises UserError.
         """
         if text == "slurm":
             return cls._of_slurm(environment)

@@ -93,9 +93,8 @@ class TensorInfo:
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change the tensor's dtype.
-
-        This requires a dtype in which torch can compute, or blocks that can be dequantized.
+        """Whether a rule may change the tensor's dtype. This requires a dtype in which torch can compute, or a block format that
+        can be dequantized.
         """
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
@@ -122,7 +121,7 @@ class Module:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """A phrase that cites the declaration in the model's code that keeps this module in float32, or None if there is none."""
+    """If the model's code requires float32 for this module, a phrase that cites the code; otherwise None."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0

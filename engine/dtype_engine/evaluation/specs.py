@@ -85,9 +85,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure how far the output drifts if only one module or subtree is cast as the recipe says, and the rest of the model
-    is not.
-    """
+    """Task: measure how far the output drifts if only one module or subtree is cast as the recipe says, and nothing else."""
 
     recipe: Recipe
     settings: RunSettings

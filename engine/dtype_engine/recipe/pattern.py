@@ -135,13 +135,12 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Return one regular expression for a sequence of translated pieces of a glob: characters, wildcards, character classes,
-    braces.
+    """Return one regular expression for translated pieces of a glob: characters, wildcards, character classes, braces.
 
-    whole: whether `pieces` are the entire glob. If so, the expression tries only one match for the text between two stars: the
-    first one. If the rest of the glob does not match after it, it matches after no later one, which leaves less of the name. The
-    time for `*a*a*a*b` thus grows with the length of the name, not with its fourth power. A text whose length varies, because it
-    contains braces, is excepted. Inside braces (`whole` is False), all matches are tried.
+    whole: whether `pieces` are the entire glob, and not only an alternative inside braces. In an entire glob, the text between two
+    stars is matched only at its first occurrence in a name: a later occurrence would leave less of the name for the rest of the
+    glob. Without backtracking, the time for `*a*a*a*b` grows with the length of the name, and not with its fourth power. This does
+    not apply to texts of varying length, such as `{a,bc}`.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

@@ -33,8 +33,8 @@ def extent_text(extent: Extent) -> str:
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the mean KL in nats with a standard error, as in `1.234e-03 ± 2e-05`. After a run of all inputs, it is the error of
-    the mean over positions. Otherwise it says how well the mean estimates that of all inputs.
+    """Return the mean KL in nats ± its standard error, as in `1.234e-03 ± 2e-05`. If all inputs were run, this is the error over
+    positions; otherwise, the error of the estimate for all inputs.
     """
     assert output.kl_mean is not None
     error = output.kl_mean_se

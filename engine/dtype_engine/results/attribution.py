@@ -118,9 +118,7 @@ class NonFiniteDiagnosis:
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """If there is no remedy, the reason. If there is one, a note that the reference itself has values that are not finite, or "" if
-    it has none.
-    """
+    """Without a remedy: why there is none. With a remedy: a note that the reference has values that are not finite, or ""."""
     constant: float | None = None
     """The value of a constant in the model's code, if it is the cause because the dtype can't represent it: a mask that becomes
     infinite, or an epsilon that becomes 0. Otherwise None.

@@ -79,7 +79,7 @@ class ScanReport:
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
-        """Return, for each dtype, the sum of all weights' scores and the dtype's name. The smallest sum comes first."""
+        """Return (sum of all weights' scores, dtype) for each dtype, smallest sum first."""
         scores: dict[str, list[float]] = {}
         for weight in self.weights:
             scores.setdefault(weight.dtype, []).append(weight.score)

@@ -295,7 +295,7 @@ def _slope(low: Choice, high: Choice) -> float:
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices in `choices`, the possible dtypes of an item, of those on the lower convex hull of score over bytes."""
+    """Return the indices of those possible dtypes of an item that lie on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(

@@ -135,7 +135,7 @@ class FindNonfinite(FollowUp, frozen=True):
 
 
 class FindLossRemedy(FollowUp, frozen=True):
-    """Find rules that keep the weight values which the current recipe's casts make infinite or zero."""
+    """Find rules that prevent the current recipe's casts from making weight values infinite or zero."""
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None

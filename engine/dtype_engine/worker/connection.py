@@ -38,7 +38,7 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """The started process sent no message of dtype-engine. status: its exit status, or None while it is running."""
+    """Raised if the started process sends no message of dtype-engine. status: its exit status, or None while it is running."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -177,8 +177,8 @@ class Connection:
         return hello
 
     def open_model(self, request: control.Open) -> str:
-        """Let a new engine open a model, and return the model's title. Raises UserError if the model does not exist there, or if a
-        rule matches nothing.
+        """Let a new engine open a model, and return the model's title. Raises UserError if the engine's machine has no such model,
+        or if a rule matches nothing.
         """
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError

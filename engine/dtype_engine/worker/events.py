@@ -107,7 +107,7 @@ class CastDone(Event, frozen=True):
 
 
 class LossRemedyFound(Event, frozen=True):
-    """Reports rules that keep the weight values which the recipe's casts make infinite or zero, and the drift of the output without
+    """Reports rules that prevent the recipe's casts from making weight values infinite or zero, and the drift of the output without
     and with these rules.
     """
 
@@ -299,7 +299,7 @@ class Failed(Event, frozen=True):
     recipe: Recipe
     message: str
     module: Name | None = None
-    """The module that caused the error, if one did."""
+    """The module of the model in which the error arose; None if it is unknown."""
 
 
 class Refused(Event, frozen=True):

@@ -15,7 +15,7 @@ _MOST_BEFORE_THE_MARK = 1 << 20
 
 
 class WireError(Exception):
-    """The other process sent data that no dtype-engine of this version sends."""
+    """Raised if the other process sends data that no dtype-engine of this version sends."""
 
 
 class FrameReader:

@@ -98,7 +98,7 @@ class ManyRuns:
             return work.causes(session, over, self._reporter(recipe, "causes", over), token)
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure the recipes in `command` and emit each result, then cast the session to `recipe` again, its current recipe.
+        """Measure the recipes in `command` and emit each result. At the end, cast the session to `recipe`, the current one, again.
         Raises the errors of `Session.drift`.
         """
         from dtype_engine.evaluation import work

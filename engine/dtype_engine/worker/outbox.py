@@ -10,7 +10,7 @@ from dtype_engine.worker import events
 
 class Outbox:
     """A thread-safe queue of events on their way to the app. A new event of a type in `REPLACEABLE`, such as progress, replaces a
-    waiting event of the same type, which it makes worthless.
+    waiting event of the same type.
 
     keep: whether events that were taken stay stored until the app acknowledges them. After the app has reconnected, `take` returns
     them again. Events are numbered in the order in which they were first taken.

@@ -111,7 +111,7 @@ class EngineProcess(Engine):
         self._connection = connection
         self._session = session or new_session()
         self._lock = threading.RLock()
-        """Guards the fields below."""
+        """Must be held to read or change the fields that are declared after it."""
         self._in_force = _InForce()
         self._requests: list[Message] = []
         """Requests to send after `Open`. They are kept until there is a connection; for a lingering engine also afterwards, because

@@ -65,7 +65,7 @@ class Worker(Engine):
         self._emit = emit
         self._read_headers = read_headers
         self._changed = threading.Condition()
-        """Guards the queue and the token."""
+        """Must be held to read or change the queue and the token. It is notified when the queue changes."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
         """Cancelling this token stops the running command. Each command gets a new token."""

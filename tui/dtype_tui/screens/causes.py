@@ -32,8 +32,8 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots the SQNR of every module's output in the order of the forward pass, in two series: as measured under the whole recipe,
-    and if only this module is cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
+    """Plots the SQNR of every module's output in the order of the forward pass, in two series: under the whole recipe, and with
+    only the module itself cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
     """
 
     DEFAULT_CSS = """

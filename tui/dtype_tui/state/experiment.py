@@ -51,7 +51,7 @@ class ModelFacts:
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
-    """Whether the modules and tensors are known. The tree is empty until then."""
+    """Whether the modules and tensors are known. The tree is empty while they are not."""
     path: Path | None = None
     """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False

@@ -51,7 +51,7 @@ class SavedSession:
     """The state of a session when it was last saved."""
 
     model: str | None
-    """A reference that opens the model from any folder, or None for the demo."""
+    """The command-line argument MODEL that names the model from any folder, or None for the demo."""
     title: str
     path: Path | None = None
     """The path of the model's files, or None if it has none on this machine."""
@@ -119,7 +119,9 @@ def sessions_folder() -> Path:
 
 
 def canonical_model_ref(model: str | None) -> str | None:
-    """Return a reference that opens the model from any folder. Paths become absolute, and the demo becomes None."""
+    """Return the command-line argument MODEL in a form that means the same in any folder. Paths become absolute, and the demo
+    becomes None.
+    """
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
     if is_address(model):
@@ -171,7 +173,7 @@ def prune() -> None:
 
 
 def read_session(path: Path) -> SavedSession:
-    """Read a session file. Raises UserError, which names the file and the problem."""
+    """Return the session in a file. Raises UserError, which names the file and the problem."""
     try:
         own = is_own(path)
         data: Any = json.loads(read_regular(path, _LARGEST))

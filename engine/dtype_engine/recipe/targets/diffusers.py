@@ -56,9 +56,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return the names of the castable tensors in each module that diffusers casts as a whole because of its class, keyed by module
-    name.
-    """
+    """Return, by module name, the castable tensors of each module that diffusers casts as a whole because of its class."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:

@@ -1,7 +1,7 @@
 """Converts recipes for torchao: an `FqnToConfig` in the part of config.json that transformers reads.
 
 A `re:` pattern must match the full name of a parameter or module. torchao applies all patterns that match a parameter, one after
-another, so ours are disjoint.
+another. The patterns written here are therefore disjoint: none of them match the same parameter.
 """
 
 from __future__ import annotations
