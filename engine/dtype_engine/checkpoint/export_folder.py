@@ -39,8 +39,8 @@ def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to the folder `target`, and return its absolute path. Raises UserError if it can't be
-    created, and if it is not empty unless `force` allows replacing it.
+    """Check that an export can be written to the folder `target`, and return its absolute path. Raises UserError if the folder
+    can't be created, or if it is not empty and must not be replaced.
 
     force: whether an earlier export of this program may be replaced. Never replaced are any other folder, a folder that contains a
     file of `keep`, and the current working directory.

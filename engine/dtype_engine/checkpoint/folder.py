@@ -171,7 +171,7 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
-    """Open a diffusers folder. Returns a checkpoint in whose tree the components with weights are the top level."""
+    """Return the checkpoint of a diffusers pipeline. The top level of its module tree consists of the components with weights."""
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
     if not tensors:

@@ -76,7 +76,7 @@ class NoForward(UserError):
 
 
 class KernelError(UserError):
-    """An operation has no kernel for a dtype on this device.
+    """Raised if an operation has no kernel for a dtype on this device.
 
     Attributes:
         module, operation: The module that was running, and torch's name for the operation that it called.
@@ -107,7 +107,7 @@ class OutOfReach(UserError):
 
 
 class Cancelled(Exception):
-    """The user or a newer command cancelled the running work.
+    """Raised if the user or a newer command cancelled the running work.
 
     Example:
         >>> try:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the `count` recipes nearest to a limit, as solutions of a search: in size, if the limit is a `budget` in bytes, or in
-    the drift that the last scan predicts, if it is `max_drift`.
+    """Return the `count` recipes nearest to a limit, as solutions of a search. With a `budget` in bytes, they are nearest in size;
+    with `max_drift`, in the drift that the last scan predicts.
 
     constraints: what the user requires of a recipe. Raises UserError, OutOfReach.
     """

@@ -37,9 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return the recipe without superfluous rules: without the removed rules, the plan still has the dtypes `target`, by tensor
-    name.
-    """
+    """Return a recipe of those rules that are needed: its plan still has the dtypes `target`, by tensor name."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))

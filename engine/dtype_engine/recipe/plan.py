@@ -136,8 +136,8 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Yield the effect of each rule, in the recipe's order. among: if given, the canonical names of the only tensors to
-        consider.
+        """Yield the effect of each rule, in the recipe's order. among: if given, only tensors with these canonical names are
+        considered.
         """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)

@@ -81,8 +81,8 @@ def recipe_text(
 
 def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
     """Return three metrics by name: how many tensors have values that their cast makes infinite or zero, how many values become
-    infinite, and how many become zero. losses: one entry for each such tensor; None, for which the result is empty, if they are
-    unknown.
+    infinite, and how many become zero. losses: one entry for each such tensor. If it is None, because they are unknown, the result
+    is empty.
     """
     if losses is None:
         return {}

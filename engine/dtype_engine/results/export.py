@@ -106,7 +106,7 @@ class VerifyReport:
     rules: tuple[str, ...]
     tensors: int
     """How many tensors of the export were compared bit for bit. The export and its source are both read with other programs'
-    loaders.
+    loaders, so that an error of this program's own reader can't hide a difference.
     """
     nbytes: int
     differences: tuple[TensorDifference, ...]

@@ -97,7 +97,9 @@ class CastingProgress(Event, frozen=True):
 
 
 class CastDone(Event, frozen=True):
-    """Reports that all tensors of the live model, if there is one, now have their planned dtypes."""
+    """Reports that the live model is cast to the recipe. If the model could not be loaded, only the values that the casts would
+    make infinite or zero are counted.
+    """
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None

@@ -73,7 +73,7 @@ class Worker(Engine):
         self._model: OpenModel | None = None
         """The opened model. It is set once, before `_opened` is set."""
         self._opened = threading.Event()
-        """Set when the model is open, and by `close`."""
+        """Ends the wait of threads that need the model: set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
@@ -177,7 +177,7 @@ class Worker(Engine):
             return queue, token
 
     def _run(self, runner: CommandRunner, queue: Queue, token: CancelToken) -> None:
-        """Run the command that `queue` has running. A failure is emitted as an event, and the session continues."""
+        """Run `queue.running`, the current command. A failure is emitted as an event, and the session continues."""
         command, recipe = queue.running, queue.recipe
         assert command is not None
         outcome: Literal["done", "failed", "interrupted"] = "failed"

@@ -90,7 +90,9 @@ class Experiment:
     node. `prepare` computes both in advance for the next call of `replace_tree`.
     """
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
-    """The latest drift reports over all current inputs, by recipe and settings. An undo shows the report of its recipe at once."""
+    """The latest drift reports that cover all of the current inputs, by recipe and settings. An undo shows the report of its recipe
+    at once.
+    """
 
     def __post_init__(self) -> None:
         self._replan()

@@ -114,8 +114,8 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
 
 
 def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """Return the quantisation layout, such as GPTQ, in which only codes have this tensor's name and dtype, or None if there is
-    none. This recognises codes even if their scales are missing.
+    """If the tensor's name and dtype prove that it holds codes, return its quantisation layout, such as GPTQ; otherwise None. This
+    recognises codes even if their scales are missing.
     """
     return next(
         (
