@@ -72,7 +72,7 @@ class Checkpoint:
         program's exports are left out, because the weights that they belong to are listed.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
-        besides = self._own_parts - own.keys()
+        besides = self._own_tensor_names - own.keys()
         found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in besides}
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
@@ -121,11 +121,11 @@ class Checkpoint:
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
         """All tensors in the files by name, except the codes and scales that this program's own exports write."""
-        own = self._own_parts
+        own = self._own_tensor_names
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
     @property
-    def _own_parts(self) -> set[str]:
+    def _own_tensor_names(self) -> set[str]:
         """The names in the files of all codes and scales that belong to the weights in `quantized`."""
         return {part.name for weight in self.quantized.values() for part in weight.tensors}
 

@@ -72,7 +72,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
                 raise UserError(f"tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}")
             tensors[name] = _specification(name, tensor, file)
             values[name] = tensor
-            if (key := _place(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
+            if (key := _storage_key(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
                 aliases[name] = first
     return Pickled(tensors, values, aliases, tuple(notices))
 
@@ -128,7 +128,7 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
     return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def _place(tensor: torch.Tensor) -> Any:
+def _storage_key(tensor: torch.Tensor) -> Any:
     """Return a key that is equal for two tensors with the same memory, shape, strides and dtype, which are one tied weight. Returns
     None for a tensor without strided memory: a nested, sparse, meta or empty one.
     """
@@ -244,7 +244,7 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
     notices = []
     if entry:
         notices.append(f"{path.name}: the weights are its entry {printable(entry)!r}")
-    others, first = _elsewhere(loaded, best)
+    others, first = _unchosen_tensors(loaded, best)
     if others:
         what = "1 other tensor in it is" if others == 1 else f"{others} other tensors in it are"
         notices.append(f"{path.name}: {what} not among the weights, first {printable(first)}")
@@ -326,7 +326,7 @@ _DEEPEST = 3
 _LONGEST_PLACE = 200
 
 
-def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
+def _unchosen_tensors(loaded: Any, chosen: Any) -> tuple[int, str]:
     """Count the tensors of a loaded pickle that are not in `chosen`, the mapping that was taken as the model's weights. Returns
     (number of these tensors, path of the first of them, such as `optimizer.state.0`).
     """

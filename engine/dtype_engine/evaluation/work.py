@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import CompareItems
 
-_PIECE, _MOST = 64 << 20, 256
+_GROUP_BYTES, _GROUP_TENSORS = 64 << 20, 256
 """Maximum numbers of bytes and of tensors of an export that one evaluation compares."""
 
 
@@ -177,7 +177,7 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
         worker_options = portable(options, threads)
         exported = Exported(model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder))
-        tasks = [CompareTensors(indexes) for indexes in _pieces([item.nbytes for item in contents.items])]
+        tasks = [CompareTensors(indexes) for indexes in _groups([item.nbytes for item in contents.items])]
         for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
             if other := other_versions(result):
                 raise UserError(f"{other}: a bitwise comparison needs equal versions")
@@ -187,17 +187,17 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     return compare
 
 
-def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Divide the tensors of an export into groups, each for one evaluation: at most `_PIECE` bytes (or a single tensor) and at most
-    `_MOST` tensors. Yields the indexes of each group's tensors, in order. sizes: the bytes of each tensor.
+def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Divide the tensors of an export into groups, each for one evaluation: at most `_GROUP_BYTES` bytes (or a single tensor) and
+    at most `_GROUP_TENSORS` tensors. Yields the indexes of each group's tensors, in order. sizes: the bytes of each tensor.
     """
-    piece: list[int] = []
+    group: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):
-        if piece and (nbytes + size > _PIECE or len(piece) == _MOST):
-            yield tuple(piece)
-            piece, nbytes = [], 0
-        piece.append(index)
+        if group and (nbytes + size > _GROUP_BYTES or len(group) == _GROUP_TENSORS):
+            yield tuple(group)
+            group, nbytes = [], 0
+        group.append(index)
         nbytes += size
-    if piece:
-        yield tuple(piece)
+    if group:
+        yield tuple(group)

@@ -55,7 +55,7 @@ class _Proposals:
         self.tree = tree
         self.target = target
         self._selected: dict[str, tuple[str, ...]] = {}
-        self._patterns = self._general()
+        self._patterns = self._general_patterns()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
         """Return the best next rule and the tensors that it selects. now: the dtype of each tensor under the rules chosen so far.
@@ -87,7 +87,7 @@ class _Proposals:
             self._selected[pattern] = select(self.tree, pattern).tensors
         return self._selected[pattern]
 
-    def _general(self) -> list[str]:
+    def _general_patterns(self) -> list[str]:
         """Return the candidates that do not depend on which weights are still wrong: `*`, classes, and names with wildcards."""
         patterns = {"*": 0}
         for name, module in self.tree.modules.items():
@@ -111,7 +111,7 @@ class _Proposals:
                     wants = {self.target[tensor] for tensor in self._below(name)}
                     layers.setdefault(kind, {}).setdefault(number, set()).update(wants)
         for name in wrong:
-            literal |= dict.fromkeys([generalisations(name)[0], *self._pure_above(name)])
+            literal |= dict.fromkeys([generalisations(name)[0], *self._uniform_modules_above(name)])
         patterns: dict[str, None] = {}
         by_set: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
         for (before, after), by_layer in layers.items():
@@ -138,7 +138,7 @@ class _Proposals:
             return [tensor.name] if tensor.castable and tensor.persistent else []
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
-    def _pure_above(self, name: str) -> list[str]:
+    def _uniform_modules_above(self, name: str) -> list[str]:
         """Return a pattern for each module above the tensor `name` whose tensors all need the same dtype. Each pattern matches one
         module.
         """

@@ -72,14 +72,14 @@ def recipe_text(
         plan.recipe,
         title,
         settings,
-        figures(plan, report, versions) | _sums(losses),
+        figures(plan, report, versions) | _loss_totals(losses),
         comments=[_selected_text(effect) for effect in plan.effects(tree)],
         units=UNITS,
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
 
 
-def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
+def _loss_totals(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
     """Return three metrics by name: how many tensors have values that their cast makes infinite or zero, how many values become
     infinite, and how many become zero. losses: one entry for each such tensor. If it is None, because they are unknown, the result
     is empty.

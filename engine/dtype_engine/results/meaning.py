@@ -89,7 +89,7 @@ class Meaning:
         return f"{self.word}: {self.why}"
 
 
-def _beneath(modules: Iterable[ModuleDrift]) -> str:
+def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
     """Return words about the drift of modules in a model whose output equals the reference's: how many modules drift, and the worst
     SQNR.
     """
@@ -110,7 +110,7 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:
-        return Meaning("exact", _beneath(modules))
+        return Meaning("exact", _module_drift_words(modules))
     if floor is not None and floor.covers(output):
         return Meaning("under the floor", "noise")
     if output.kl_mean is not None:

@@ -68,22 +68,22 @@ def check(
     findings = [*_of_index(checkpoint), *_of_prefix(checkpoint)]
     findings += find_unpaired(tensors, weights, parts)
     findings += find_misshapen(tensors, weights, config)
-    scales, of_scales = _of_scales(checkpoint, weights, progress)
+    scales, of_scales = _bad_scales(checkpoint, weights, progress)
     findings += of_scales
     known = quantized_parts(tensors, config)
     plain = {
         name: tensor for name, tensor in tensors.items() if name not in known and tensor.dtype in dtypes.COMPUTE_DTYPES
     }
     broken = {finding.tensor.rpartition(".")[0] for finding in findings}
-    findings += _of_siblings(checkpoint, weights, broken)
-    findings += _of_dtypes(plain, config)
+    findings += _sibling_findings(checkpoint, weights, broken)
+    findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
     read = None
     if values:
-        read, of_values = _of_values(checkpoint, plain.keys() | {weight.codes for weight in weights}, progress)
+        read, of_values = _value_findings(checkpoint, plain.keys() | {weight.codes for weight in weights}, progress)
         findings += of_values
     if against is not None:
-        findings += _against(checkpoint, weights, parts, against)
+        findings += _source_findings(checkpoint, weights, parts, against)
     return CheckReport(
         model=title,
         tensors=len(checkpoint.tensors),
@@ -140,7 +140,7 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("foreign-prefix", prefix, what)
 
 
-def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
+def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
     """Read the scales of all quantised weights. Returns (number of scale tensors that could be read, one finding for each tensor
     with invalid scales, such as NaN or zero). weights: the weights that other programs quantised.
     """
@@ -173,7 +173,7 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
     return read, findings
 
 
-def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
+def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
     """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if their quantised formats or their
     per-tensor scales differ.
 
@@ -212,7 +212,7 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
                 yield Finding("sibling-scales", group[0].removesuffix(".weight").rpartition(".")[0], what)
 
 
-def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
+def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield one finding if config.json declares a dtype that no weight has. Also yield a finding for each 16-bit tensor that the
     architecture keeps in float32.
 
@@ -248,7 +248,7 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
             yield Finding("tie-differs", heads[0], what, head.file.name)
 
 
-def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
+def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
     """Read the values of all tensors. Returns (number of tensors that could be read, findings). A tensor with NaN or infinity is a
     finding, and so is a weight whose values are all equal.
 
@@ -275,7 +275,7 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
     return read, findings
 
 
-def _against(
+def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
     """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only one of the two has, and for each

@@ -51,7 +51,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
     tensors that belong to these weights.
     """
     for weight in weights:
-        for suffix in _needed(weight, tensors):
+        for suffix in _required_suffixes(weight, tensors):
             if weight.part(suffix) not in tensors:
                 yield _finding("missing-part", weight.codes, tensors, f"has no {printable(weight.part(suffix))}")
     usual = Counter((tensors[weight.codes].dtype, weight.layout) for weight in weights)
@@ -63,7 +63,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
         if name in parts:
             continue
         usual_layout = by_dtype.get(tensor.dtype) if len(tensor.shape) > 1 else None
-        codes = _codes_alone(name, tensor) or usual_layout
+        codes = _layout_of_codes(name, tensor) or usual_layout
         if codes is None or not name.endswith(codes.codes or ".weight"):
             continue
         scale = name[: len(name) - len(codes.codes)] + codes.scale
@@ -96,7 +96,7 @@ def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
     return (f"{printable(found[0].tensor)} {found[0].what}{more}",) if found else ()
 
 
-def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
+def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
     """Return the suffixes of the tensors that a weight requires in addition to its codes and scales, such as zero points. tensors:
     all tensors of the checkpoint, by name; the dtypes of the codes and scales decide what the weight requires.
     """
@@ -113,7 +113,7 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
     return ()
 
 
-def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
+def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
     """If the tensor's name and dtype prove that it holds codes, return its quantisation layout, such as GPTQ; otherwise None. This
     recognises codes even if their scales are missing.
     """

@@ -68,7 +68,7 @@ def _leaves(context: Context) -> dict[str, list[str]]:
     return leaves
 
 
-def _planned(context: Context, tensor: str) -> str:
+def _cast_dtype(context: Context, tensor: str) -> str:
     """Return the dtype that diffusers can cast a tensor to for the plan: for int8 or float8, the dtype of the codes without scales.
     The name of a block format is returned unchanged; diffusers can't store it.
     """
@@ -82,7 +82,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
     """Return (dtype to store weights in, dtype to compute in), chosen so that the fewest elements deviate from their planned dtype.
     leaves: the names of the castable tensors in each module that diffusers casts as a whole.
     """
-    present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
+    present = {_cast_dtype(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
 
@@ -90,7 +90,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
         cast = _to_cast(context, leaves, *pair)
         outcome = _outcome(context, leaves, cast, *pair)
         return sum(
-            tensor.numel for tensor in context.in_scope() if _planned(context, tensor.name) != outcome[tensor.name]
+            tensor.numel for tensor in context.in_scope() if _cast_dtype(context, tensor.name) != outcome[tensor.name]
         )
 
     pairs = itertools.product(storages, bases)
@@ -107,7 +107,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
     for leaf, tensors in leaves.items():
         gain = 0
         for name in tensors:
-            dtype, numel = _planned(context, name), context.tree.tensors[name].numel
+            dtype, numel = _cast_dtype(context, name), context.tree.tensors[name].numel
             gain += numel if dtype == storage else -numel if dtype == base else 0
         if gain > 0:
             cast.add(leaf)
@@ -130,7 +130,7 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
     losses = UnsupportedList()
     for tensor in context.in_scope():
         planned, instead = context.plan.dtypes[tensor.name], outcome[tensor.name]
-        if _planned(context, tensor.name) == instead:
+        if _cast_dtype(context, tensor.name) == instead:
             if planned in dtypes.STORAGE_DTYPES:
                 losses.add(tensor.name, planned, instead, "diffusers stores without scales", "scale")
             continue
