@@ -71,7 +71,6 @@ def search_text(report: SearchReport) -> str:
 
 
 def _at_even_steps(points: Sequence[FrontPoint], most: int) -> list[FrontPoint]:
-    """Return at most `most` points at even steps, including the first and the last."""
     if len(points) <= most:
         return list(points)
     return [points[round(step * (len(points) - 1) / (most - 1))] for step in range(most)]

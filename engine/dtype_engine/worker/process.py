@@ -125,8 +125,8 @@ class EngineProcess(Engine):
         """How many events this object has received from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The save requests that the engine has not completed yet, in order. If the engine dies, their unfinished files are
-        removed.
+        """The save requests that the engine has not completed yet, in order. If an engine on this machine dies, their unfinished
+        files are removed.
         """
         self._closing = False
         self._restarting = False

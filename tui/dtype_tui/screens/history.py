@@ -174,7 +174,6 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Adapt the rows and the plot to the window's new size."""
         if self._filled_for != self._width:
             self._fill(self._at)
         else:

@@ -241,7 +241,6 @@ class Experiment:
                 self._take_result(event)
 
     def _take_result(self, event: events.Event) -> None:
-        """Store the result that an event reports for the current recipe."""
         results = self.results
         match event:
             case events.CastDone():
