@@ -28,18 +28,16 @@ class IndexReport:
     """How a checkpoint's index (such as `model.safetensors.index.json`) differs from the files in its folder."""
 
     found: int
-    """The number of tensors that the index names and that are in one of the index's files."""
+    """How many of the tensors in the index are in a file that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
-    """One entry for each tensor that the index names but that is in none of the index's files: (tensor name, file name in the
-    index).
-    """
+    """One entry for each tensor in the index that is in no file which the index names: (tensor name, file name in the index)."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
     """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file
     that holds the tensor).
     """
     unnamed: tuple[str, ...] = ()
-    """Names of the tensors that are in the index's files but not in the index."""
+    """Names of the tensors that are in a file which the index names, but not in the index."""
 
     @property
     def coverage(self) -> Coverage:
