@@ -84,8 +84,8 @@ class BaseApp(App[ReturnType]):
             line.show(newest)
 
     def _note_read(self, surely: bool) -> None:
-        """Mark the newest message as read. Called after a key press. Does nothing if the message appeared less than `READ_S`
-        seconds ago, unless `surely` is True.
+        """Mark the newest message as read, after a key press. A message that appeared less than `READ_S` seconds ago stays unread,
+        unless `surely` is True.
         """
         said = self.messages
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
@@ -193,9 +193,9 @@ class BaseApp(App[ReturnType]):
 
 
 def _after_escape(key: Key) -> Key | None:
-    """Return the key j for alt+j, likewise for other letters, because the user may have pressed Escape and then j. Returns None if
-    the terminal has sent something that can only be Alt with a letter, and for all other keys.
+    """For alt+j, return the key j, likewise for other letters: the user may have pressed Escape and then j, for which most
+    terminals send the same bytes. Returns None for all other keys.
 
-    Most terminals send the same bytes for both. A terminal that distinguishes them sends alt+j without a character.
+    A terminal that distinguishes both sends alt+j without a character. Then None is returned, too.
     """
     return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

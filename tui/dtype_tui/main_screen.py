@@ -67,8 +67,8 @@ class MainScreen(Screen[None]):
         self._wanted_cursor = cursor
         """The node of the resumed session's cursor, or None after the cursor has reached it or the user has moved the cursor."""
         self._worst = ""
-        """The name of the module to which the key for the worst module has moved the cursor last. A further press of this key goes
-        to the module with the next smaller drift.
+        """The module to which the action `worst` last moved the cursor. If the action is repeated, the cursor goes to the module
+        with the next smaller drift.
         """
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(self.experiment)

@@ -42,7 +42,7 @@ class Checkpoint:
     form: Form = "safetensors"
     """The kind of checkpoint, such as "safetensors", "pickle", "gguf" or "adapter", which decides how its files are read."""
     values: Mapping[str, Any] | None = None
-    """The tensors' values by name, for pickles, whose headers can't be read without their values. Otherwise None."""
+    """For pickles, whose headers can't be read without their values: the values by tensor name. Otherwise None."""
     base: str | None = None
     """The model that an adapter belongs to. None if the checkpoint is not an adapter or does not name the model."""
     notices: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Checkpoint:
     identities: tuple[FileIdentity, ...] = ()
     """The size, modification time and inode of each weights file, recorded before anything was read, to detect later changes."""
     components: tuple[Component, ...] = ()
-    """The folders of a diffusers pipeline that hold weights."""
+    """For a diffusers pipeline, its components that have weights, such as the UNet; otherwise ()."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Maps each further name of a tied weight to the weight's name in `tensors`. Read from pickles and from safetensors' metadata.
     """
@@ -68,11 +68,11 @@ class Checkpoint:
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors under the names that the model gives them. A tied weight appears under each of its names. Scales are left
-        out: each of them belongs to a weight.
+        """The tensors under the names that the model gives them. A tied weight appears under each of its names. The scales of this
+        program's exports are left out, because the weights that they belong to are listed.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
-        besides = self._own_parts - own.keys()
+        besides = self._own_tensor_names - own.keys()
         found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in besides}
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
@@ -80,15 +80,15 @@ class Checkpoint:
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
-        """Return the stored dtype of a weight. name: a key in `weights`. If one scale covers the whole weight, the returned name
-        ends in `@tensor`.
+        """Return the dtype in which the checkpoint stores a weight. name: a key in `weights`. If the weight has a single scale for
+        all its values, the returned dtype ends in `@tensor`.
         """
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the keys of `weights` that hold the values of `tensor`, a tensor of the module tree. There are several keys if the
-        model's loader packs several tensors of the files into this one, and none if the files lack it.
+        """Return the keys of `weights` under which the values of `tensor`, a tensor of the module tree, are found. There are
+        several keys if the model's loader packs several tensors of the files into one, and none if the files lack the tensor.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 
@@ -120,14 +120,12 @@ class Checkpoint:
 
     @property
     def foreign(self) -> dict[str, CheckpointTensor]:
-        """All tensors in the files, except codes and scales that this program's own export wrote (those of the weights in
-        `quantized`).
-        """
-        own = self._own_parts
+        """All tensors in the files by name, except the codes and scales that this program's own exports write."""
+        own = self._own_tensor_names
         return {name: tensor for name, tensor in self.tensors.items() if name not in own} if own else self.tensors
 
     @property
-    def _own_parts(self) -> set[str]:
+    def _own_tensor_names(self) -> set[str]:
         """The names in the files of all codes and scales that belong to the weights in `quantized`."""
         return {part.name for weight in self.quantized.values() for part in weight.tensors}
 

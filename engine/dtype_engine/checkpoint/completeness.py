@@ -25,24 +25,24 @@ class LeftOutFile:
 
 @dataclass(frozen=True, slots=True)
 class IndexReport:
-    """The differences between an index and the files of its folder."""
+    """How a checkpoint's index (such as `model.safetensors.index.json`) differs from the files in its folder."""
 
     found: int
-    """The number of tensors that the index names and that are in one of the index's files."""
+    """How many of the tensors in the index are in a file that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
-    """(tensor name, file name in the index) for each tensor that the index names but that is in none of the index's files."""
+    """One entry for each tensor in the index that is in no file which the index names: (tensor name, file name in the index)."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
-    """(tensor name, file name in the index, name of the file that holds the tensor) for each tensor that is not in the file that
-    the index names.
+    """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file
+    that holds the tensor).
     """
     unnamed: tuple[str, ...] = ()
-    """Names of the tensors that are in the index's files but not in the index."""
+    """Names of the tensors that are in a file which the index names, but not in the index."""
 
     @property
     def coverage(self) -> Coverage:
-        """How many of the checkpoint's tensors the files of the index hold, and the names of the missing ones. The checkpoint's
-        tensors are those in the index and those in left-out files.
+        """How many of the checkpoint's tensors are in the files that the index names, and the names of the others. The checkpoint's
+        tensors are those that the index names and those in left-out files.
         """
         beside = tuple(name for file in self.left_out for name in file.tensors)
         absent = tuple(name for name, _ in self.missing)
@@ -76,7 +76,7 @@ def what_is_missing(
     """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
     index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
-    class of the model. prefix: a prefix of all tensor names in the files that the names in the class lack, or "".
+    class of the model. prefix: a prefix that every tensor name in the files has and the model's own names lack, or "".
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()

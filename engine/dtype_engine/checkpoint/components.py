@@ -1,8 +1,8 @@
 """Reads a diffusers pipeline: a folder whose subfolders are components, listed in `model_index.json`.
 
 diffusers' `DiffusionPipeline.save_pretrained` writes this format: `{"_class_name": ..., "unet": ["diffusers",
-"UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Each component with weights is itself a checkpoint,
-whose files have the names that its library (diffusers or transformers) uses.
+"UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Each component with weights is a checkpoint of its
+own. Its library (diffusers or transformers) determines the names of its files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Component:
     folder: Path
     files: tuple[Path, ...]
     stem: str
-    """The name, without `.safetensors`, that the component's library (diffusers or transformers) gives to a weights file."""
+    """The name of the component's weights file without `.safetensors`. It depends on the component's library, diffusers or
+    transformers.
+    """
     config: dict[str, Any] | None
     metadata: Mapping[str, str]
     pickled: bool = False

@@ -11,7 +11,7 @@ from dtype_engine.checkpoint.source import hub_cache
 
 _FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
 _MARKS = ("config.json", "model_index.json", "adapter_config.json")
-_MOST = 200
+_LIMIT = 200
 """Maximum number of entries of a folder that are examined. It is also the maximum number of models from the cache that are listed.
 """
 
@@ -31,10 +31,10 @@ class LocalModel:
 
 
 def find_models(folder: Path) -> list[LocalModel]:
-    """Return the models that the user could open: the folder itself if it is a checkpoint, or else the checkpoints in it, and then
-    the models in the Hugging Face cache. Each of the two groups has the newest model first.
+    """Return the models that the user could open. First come the checkpoints in `folder`, or `folder` itself if it is a checkpoint;
+    then the models in the Hugging Face cache. Both groups begin with the newest model.
     """
-    return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
+    return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_LIMIT]
 
 
 def _newest_first(model: LocalModel) -> tuple[float, str]:
@@ -79,7 +79,7 @@ def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> LocalM
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:
-            return [entry for entry, _ in zip(entries, range(_MOST), strict=False) if not entry.name.startswith(".")]
+            return [entry for entry, _ in zip(entries, range(_LIMIT), strict=False) if not entry.name.startswith(".")]
     except OSError:
         return []
 

@@ -1,7 +1,7 @@
 """Checks the target folder of an export. An existing folder is replaced only if this program exported it earlier.
 
-An exported folder is recognised by two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose
-second paragraph names the version that wrote the folder. Every version since 0.1.0 writes both.
+Two files show that this program exported a folder: `recipe.yaml`, which begins as this program writes recipes, and `README.md`,
+whose second paragraph gives the version of this program. Every version since 0.1.0 writes both.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def check_typed_path(typed: str, for_export: bool, source: Path | None) -> bool:
 
 
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
-    """Check that an export can be written to `target`. Returns the absolute path of `target`. Raises UserError if the folder is not
-    empty or can't be created.
+    """Check that an export can be written to the folder `target`, and return its absolute path. Raises UserError if the folder
+    can't be created, or if it is not empty and must not be replaced.
 
-    force: whether to replace an existing export of this program. A folder is never replaced if it is not such an export, if it
-    contains a file of `keep`, or if it is the current working directory.
+    force: whether an earlier export of this program may be replaced. Never replaced are any other folder, a folder that contains a
+    file of `keep`, and the current working directory.
     """
     target = target.expanduser().absolute()
     if not target.name:
@@ -75,7 +75,9 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
 
 
 def is_export(folder: Path) -> bool:
-    """Return whether a folder has a recipe or a README that this program wrote. Other programs also write a `recipe.yaml`."""
+    """Return whether this program wrote the folder's `recipe.yaml` or its `README.md`. The beginning of their text decides, because
+    other programs write files with these names too.
+    """
     files = ((_RECIPE, folder / "recipe.yaml"), (_README, folder / "README.md"))
     return any(mark.match(_text(file) or "") is not None for mark, file in files)
 

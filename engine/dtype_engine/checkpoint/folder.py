@@ -48,10 +48,9 @@ _LONG_HEADERS = 1_000_000
 
 
 def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
-    """Return the checkpoint in a folder or file, of which only the headers are read.
+    """Return the checkpoint in a folder or file. Raises UserError, which names the file and the problem.
 
-    Pickles, however, need torch, and are read as a whole, in a way that runs no code from the file, unless `trust_pickle` is set.
-    Raises UserError, which names the file and the problem.
+    Only headers are read, except from pickles, which torch reads as a whole. No code in a pickle runs unless `trust_pickle` is set.
     """
     with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
@@ -172,7 +171,7 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
-    """Open a diffusers folder. Returns a checkpoint in whose tree the components with weights are the top level."""
+    """Return the checkpoint of a diffusers pipeline. The top level of its module tree consists of the components with weights."""
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
     if not tensors:

@@ -50,7 +50,7 @@ class GGUFHeader:
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
-    """Read the header of a GGUF file. Raises UserError, which names the file and the problem."""
+    """Return the content of a GGUF file's header. Raises UserError, which names the file and the problem."""
     with reading(path), open_regular(path) as file:
         return _Reader(path, file).header()
 
@@ -149,7 +149,9 @@ class _Reader:
             self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
-        """Skip `count` strings. The loop must be fast, because the strings of a vocabulary are the largest part of a header."""
+        """Skip `count` strings, such as a tokenizer's vocabulary, which nothing here needs. The loop must be fast, because these
+        strings are the largest part of a header.
+        """
         read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
         at, size = self.at, self.size
         for _ in range(count):

@@ -1,4 +1,6 @@
-"""Reads declarations from the source code of a transformers architecture, without importing the code."""
+"""Reads the source code of a transformers architecture without importing it: which tensors it keeps in float32, and which prefix it
+expects in tensor names.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,8 @@ def _model_type(config: Mapping[str, Any] | None) -> str:
 
 
 def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
-    """Return which tensors an architecture keeps in float32, as parts of their names. They are collected from all model classes of
-    the architecture. Both sets are empty if the architecture is unknown.
-
-    config: the content of config.json, which names the architecture.
+    """Return which tensors an architecture keeps in float32, as any of its model classes declares. The result names no tensors if
+    the architecture is unknown. config: the content of config.json, which names the architecture.
     """
     found: dict[bool, set[str]] = {True: set(), False: set()}
     for strict, literal in _KEPT.findall(_source(_model_type(config))):
@@ -62,11 +62,12 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return an extra prefix, such as `language_model.`, that all tensor names of a checkpoint have but its architecture's classes
-    do not expect. Returns "" if there is no such prefix or the architecture is unknown.
+    """Return an extra prefix of all tensor names in a checkpoint, which keeps transformers from finding the tensors. Returns "" if
+    there is no such prefix or the architecture is unknown.
 
-    Loaders can add or drop only the architecture's own prefix, such as `model.`. A common prefix counts as extra only if the
-    architecture's own prefix comes after it in most names.
+    For example, the prefix is `language_model.` in `language_model.model.layers.0`, if the architecture's own prefix is `model.`. A
+    common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json, which
+    names the architecture.
     """
     known = tuple(f"{prefix}." for prefix in _PREFIX.findall(_source(_model_type(config))) if prefix)
     prefix = common_prefix(list(names))

@@ -1,6 +1,6 @@
-"""Recognises weights that other programs quantised: which tensors of a file form a weight, and why these can't be cast.
+"""Recognises weights that other programs quantised: which tensors of a file form such a weight. These tensors are never cast.
 
-A layout is recognised by the names that a program gives to a weight's parts, and by the dtype of the codes. The names are taken
+A layout is recognised by the names that a program gives to a weight's tensors, and by the dtype of the codes. The names are taken
 from AutoGPTQ, AutoAWQ, bitsandbytes, compressed-tensors, torchao, optimum-quanto, HQQ, NVIDIA ModelOpt, ComfyUI, mlx-lm, and from
 the checkpoints of DeepSeek and gpt-oss as transformers 5.23 loads them.
 """
@@ -19,7 +19,7 @@ _BYTES = frozenset({"int8", "uint8"})
 _WORDS = frozenset({"int32", "uint32"})
 _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(r"scale|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$")
-"""Matches the last part of a tensor's name if the tensor accompanies the codes of its module, for example as their scales."""
+"""Matches the last part of a tensor's name, if the name shows that the tensor accompanies codes, for example as their scales."""
 
 
 class Stored(Protocol):

@@ -57,9 +57,9 @@ def _count(weight: PackedWeight, tensors: Mapping[str, Stored], config: Mapping[
             return size * scale.shape[-1] // zeros.shape[-1]  # both are packed alike, and scales are not packed
         return _of_words(size, 32, _bits(config))
     if layout is MLX:
-        return _of_mlx(weight, codes, scale, config)
+        return _mlx_count(weight, codes, scale, config)
     if layout is COMPRESSED:
-        return _of_compressed(codes, scale, config)
+        return _compressed_count(codes, scale, config)
     if layout is HQQ:
         return _of_words(size, 8 * (4 if codes.dtype.endswith("32") else 1), _bits(config))
     if layout in (BNB_4BIT, GPT_OSS):
@@ -85,7 +85,7 @@ def _last(tensor: Stored) -> int:
     return tensor.shape[-1] if tensor.shape else 1
 
 
-def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
+def _mlx_count(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
     """Return the number of parameters in a weight that MLX packed, or "unknown". codes, scale: its codes and scales. config: the
     content of config.json, which gives bits and group size for the model or for a single module.
     """
@@ -102,9 +102,9 @@ def _of_mlx(weight: PackedWeight, codes: Stored, scale: Stored, config: Mapping[
     return prod(codes.shape) * 32 // bits
 
 
-def _of_compressed(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
-    """Return the number of parameters in a weight of compressed-tensors, which packs several of them into each word or byte of the
-    codes. codes, scale: the weight's codes and scales. config: the content of config.json, which may give the number of bits.
+def _compressed_count(codes: Stored, scale: Stored, config: Mapping[str, Any]) -> Count:
+    """Return the number of parameters in a weight that compressed-tensors packed: several codes in each word or byte. codes, scale:
+    the weight's codes and scales. config: the content of config.json, which may give the number of bits.
     """
     width = 32 if codes.dtype.endswith("32") else 8
     if width == 8:  # NVFP4 has a scale in fp8 for 16 values, MXFP4 and MXFP6 have an exponent in a byte for 32

@@ -22,7 +22,9 @@ from dtype_engine.core.units import human_bytes
 _LARGEST_PICKLE = 100_000_000
 """Maximum size in bytes of data.pkl after decompression, if it is compressed. A safetensors header has the same limit."""
 _MOST_DEFLATED = 1032
-"""The maximum compression ratio of deflate according to zlib. It may be exceeded slightly in the first bytes."""
+"""The maximum compression ratio of deflate according to zlib; only the first bytes may exceed it slightly. A record that claims to
+inflate to far more is damaged or malicious.
+"""
 _LOCAL = struct.Struct("<4s22xHH")
 """The fields that are read from the local header before a record's bytes: the signature, the length of the record's name, and the
 length of the extra data after the name.
@@ -54,7 +56,7 @@ def check_archive(path: Path, trust: bool) -> Archive:
         with zipfile.ZipFile(path) as archive:
             records = archive.infolist()
             by_name = _checked_records(path, records)
-            _check_places(path, records)
+            _check_overlaps(path, records)
             scripted = any(name.endswith("/constants.pkl") for name in by_name)
             compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
             root = records[0].filename.partition("/")[0] if records else ""
@@ -138,7 +140,7 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
     return by_name
 
 
-def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
+def _check_overlaps(path: Path, records: list[zipfile.ZipInfo]) -> None:
     """Raise UserError if the bytes of two records overlap. The beginning of the bytes is read from the header in front of each
     record, because the central directory of the zip archive does not give it.
     """
@@ -190,7 +192,7 @@ class _Global(str):
     __slots__ = ()
 
 
-_OTHER = object()
+_PLACEHOLDER = object()
 """The placeholder, on the simulated pickle stack, for any object that is not a string, number, tuple or class name."""
 
 
@@ -223,7 +225,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
             start = marks.pop() if name == "TUPLE" else len(stack) - int(name[-1])
             parts = tuple(stack[start:])
             plain = len(parts) == 5 and all(isinstance(part, (str, int)) for part in parts)
-            stack[start:] = [parts if plain else _OTHER]
+            stack[start:] = [parts if plain else _PLACEHOLDER]
         elif name == "GLOBAL":
             stack.append(_Global(argument))
         elif name == "STACK_GLOBAL":
@@ -232,7 +234,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
         elif name == "BINPERSID":
             key, size = _storage(stack.pop())
             claims[key] = max(size, claims.get(key, 0))
-            stack.append(_OTHER)
+            stack.append(_PLACEHOLDER)
         elif name == "PERSID":
             raise ValueError("a storage is named in the way of old pickles")
         elif not opcode.stack_before and len(opcode.stack_after) == 1 and isinstance(argument, (str, int)):
@@ -253,7 +255,7 @@ def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
     if len(before) > len(stack):
         raise ValueError("it takes more than there is")
     del stack[len(stack) - len(before) :]
-    stack += [_OTHER] * len(opcode.stack_after)
+    stack += [_PLACEHOLDER] * len(opcode.stack_after)
 
 
 def _storage(reference: Any) -> tuple[str, int]:

@@ -45,8 +45,8 @@ _NESTED = (
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """The contents of pickles: headers and tensors, under all names of each tensor. `aliases` maps a tensor's further names to its
-    first name. `notices` are sentences that the user should see.
+    """The contents of pickles. `tensors` and `values` are the headers and the values of all tensors, by name. A tensor with several
+    names is listed under each of them; `aliases` maps its further names to its first. `notices` are sentences for the user.
     """
 
     tensors: dict[str, CheckpointTensor]
@@ -72,7 +72,7 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
                 raise UserError(f"tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}")
             tensors[name] = _specification(name, tensor, file)
             values[name] = tensor
-            if (key := _place(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
+            if (key := _storage_key(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
                 aliases[name] = first
     return Pickled(tensors, values, aliases, tuple(notices))
 
@@ -128,10 +128,9 @@ def _past_the_end(tensor: torch.Tensor) -> bool:
     return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
-def _place(tensor: torch.Tensor) -> Any:
-    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype.
-
-    Returns None for a tensor without strided memory: a nested, sparse, meta or empty one.
+def _storage_key(tensor: torch.Tensor) -> Any:
+    """Return a key that is equal for two tensors with the same memory, shape, strides and dtype, which are one tied weight. Returns
+    None for a tensor without strided memory: a nested, sparse, meta or empty one.
     """
     import torch
 
@@ -245,7 +244,7 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
     notices = []
     if entry:
         notices.append(f"{path.name}: the weights are its entry {printable(entry)!r}")
-    others, first = _elsewhere(loaded, best)
+    others, first = _unchosen_tensors(loaded, best)
     if others:
         what = "1 other tensor in it is" if others == 1 else f"{others} other tensors in it are"
         notices.append(f"{path.name}: {what} not among the weights, first {printable(first)}")
@@ -253,9 +252,9 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
 
 
 def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
-    """Find the mapping with the most tensors in a loaded object and the mappings inside it.
+    """Find the model's weights in the content of a pickle: of `loaded` and all mappings inside it, the one with the most tensors.
 
-    Returns the mapping and its path, such as `model.state_dict`, or "" for the object itself. The search ends at the first mapping
+    Returns the mapping and its path, such as `model.state_dict`, or "" for `loaded` itself. The search ends at the first mapping
     whose key is a usual name for weights.
     """
     best, most, entry = loaded, _count(loaded), ""
@@ -295,7 +294,9 @@ def _count(mapping: Mapping[Any, Any]) -> int:
 
 
 def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of one mapping. Keys that are not strings are converted to strings."""
+    """Return the tensors among the values of `mapping`, by name; keys that are not strings are converted. path: the file, for
+    errors. Raises UserError if a name is empty or occurs twice.
+    """
     import torch
 
     named: dict[str, torch.Tensor] = {}
@@ -325,7 +326,7 @@ _DEEPEST = 3
 _LONGEST_PLACE = 200
 
 
-def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
+def _unchosen_tensors(loaded: Any, chosen: Any) -> tuple[int, str]:
     """Count the tensors of a loaded pickle that are not in `chosen`, the mapping that was taken as the model's weights. Returns
     (number of these tensors, path of the first of them, such as `optimizer.state.0`).
     """

@@ -65,7 +65,7 @@ def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: 
 
 def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
     """Yield (dotted name, number) for every number of a configuration, including nested configurations. A list of numbers yields
-    only its largest number. before: what the names begin with. depth: how deeply this configuration is nested.
+    only its largest number. before: prefix of all yielded names. depth: how deeply `config` is nested.
     """
     for key, value in config.items():
         name = f"{before}{key}"

@@ -1,4 +1,4 @@
-"""Finds the weights that this program's export stored with scales, and the tensors of a file that form each of them.
+"""Finds the weights that this program's export stored with scales, and for each of them the tensors in the file: codes, scales, ...
 
 The export writes each weight's name and dtype to the file's metadata, so that `runtime` can dequantize the weight. The module
 `packed_weights` handles weights that other programs quantised.
@@ -121,8 +121,8 @@ def _read_shape(text: str | None) -> tuple[int, ...]:
 
 
 def codes_names(name: str, dtype: str) -> tuple[str, str]:
-    """Return two possible names for the codes of a weight: one for layouts that other programs read, and one for layouts that only
-    this program reads. dtype: the format of the codes.
+    """Return the two names under which a file may hold the codes of a weight. The first is used in layouts that other programs
+    read, the second in layouts that only this program reads. dtype: the format of the codes.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""

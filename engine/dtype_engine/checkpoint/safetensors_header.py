@@ -58,7 +58,9 @@ class CheckpointTensor:
 
     @property
     def bytes(self) -> ByteRange | None:
-        """The range of the tensor's bytes, which torch can read as the tensor's dtype, or None if there is no such range."""
+        """Where the file holds the tensor's bytes in the form that torch reads. None if the bytes are not contiguous, if they have
+        a GGUF block type, or if the values can't be read.
+        """
         if self.start is None or self.packed or self.refusal is not None:
             return None
         return ByteRange(self.file, self.start, self.nbytes)

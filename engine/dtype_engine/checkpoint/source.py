@@ -214,9 +214,8 @@ def hub_cache() -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    """Return the cached snapshot of revision `main`.
-
-    If this revision is not cached, return the only snapshot, or None if there is none or several.
+    """Return the folder of a model in the Hugging Face cache: the snapshot of revision `main` or, without this revision, the only
+    snapshot. Returns None if the model has none or several.
     """
     folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:

@@ -57,7 +57,7 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
             return (resolve_inside(folder, name),)
     with reading(folder):
         present = sorted(entry.name for entry in folder.iterdir())
-    if (files := _of_variant(folder, present)) is not None:
+    if (files := _variant_files(folder, present)) is not None:
         return files
     for suffixes, what in (
         ((".safetensors",), "safetensors files"),
@@ -79,7 +79,7 @@ _VARIANT_FILE = re.compile(
 )
 
 
-def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
+def _variant_files(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
     """Return the weights files of a variant, such as those that `save_pretrained(variant="fp16")` writes, or None if the folder has
     no variant. Raises UserError for several variants, because the folder does not say which one to open. present: the names of the
     files in the folder.

@@ -16,7 +16,7 @@ _MOST_TENSORS = 10_000
 
 @click.command(cls=ModelCommand, rules=False, runs=False)
 @click.option(
-    "--against", metavar="SOURCE", help="Also compare tensor names and shapes with MODEL's source checkpoint."
+    "--against", metavar="SOURCE", help="Also compare tensor names and shapes with SOURCE, from which MODEL was made."
 )
 @click.option("--values", is_flag=True, help="Also read all values, and report NaN, infinity and constant matrices.")
 @click.option(

@@ -62,7 +62,7 @@ MISSED = 1
 @click.option(
     "--suggest",
     is_flag=True,
-    help="Find rules that keep the values which the casts lose, and measure the drift with these rules.",
+    help="Find rules for the weights with values that the casts make infinite or zero, and measure the drift with these rules.",
 )
 @workers_option
 @threshold_options
@@ -80,7 +80,7 @@ def drift(
 ) -> int:
     """Run the float32 reference and the candidate (the cast model), and report how much the output and the memory changed.
 
-    Weights with values that the cast made infinite or zero are listed as lost, however small the drift is.
+    Weights in which the cast made values infinite or zero are listed, however small the drift is.
 
     The exit status is 1 if a limit (--max-kl, --min-sqnr, --min-top1) is not met.
     """
@@ -180,11 +180,11 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
 def _measure_details(
     session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
 ) -> _Details:
-    """Measure what `dtype-engine drift` prints in addition to the drift report, and return it. This is the noise floor, if the
-    drift may be below it; the first module with non-finite values, if there are any; and, if `suggest` is set, rules against casts
-    that make values infinite or zero.
+    """Measure what `dtype-engine drift` prints in addition to the drift report, and return it.
 
-    attribution: the report on the causes of the drift, or None if the user did not ask for it.
+    If the drift may be below the noise floor, the floor is measured. If values are not finite, the first module with such values is
+    found. With `suggest`, rules are found against casts that make values infinite or zero. attribution: the report on the causes of
+    the drift, or None if the user did not ask for it.
     """
     option = session.options.floor
     floor = None

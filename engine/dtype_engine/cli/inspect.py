@@ -68,10 +68,10 @@ def inspect(request: RunRequest, as_object: bool) -> None:
 def _coverage(
     request: RunRequest, source: Source, checkpoint: Checkpoint | None
 ) -> tuple[Coverage | None, tuple[str, ...]]:
-    """Return how many of the model's tensors the files have (None if unknown), and sentences about the missing ones.
+    """Return how many of the model's tensors are in its files (None if unknown), and sentences about the missing ones.
 
-    The checkpoint's index usually answers this. Importing the architecture takes seconds, so it is used only if rules or options
-    need it anyway, or if the index shows that tensors are missing.
+    The checkpoint's index usually answers this. Importing the architecture takes seconds. It is done only if rules or options need
+    it anyway, or if the index or the tensor names suggest that tensors are missing.
     """
     if checkpoint is None:
         return None, ()

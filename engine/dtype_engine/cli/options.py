@@ -128,14 +128,15 @@ _RUNNING = (
         type=_InputLimit(),
         multiple=True,
         metavar="KIND=NUMBER",
-        help="Raise a limit on inputs, such as tokens=2000000. KIND is pixels, seconds (of audio), values, tokens, "
-        "template-seconds or template-bytes (the time and the text of the chat template).",
+        help="Change a limit that protects against huge inputs, such as tokens=2000000; may be repeated. KIND: pixels of an "
+        "image, seconds of audio, values in the tensor made from an image or audio, tokens in all texts, or "
+        "template-seconds and template-bytes, the time and the text that the chat template may take for a conversation.",
     ),
     click.Option(
         ["--compute"],
         default="float32",
         show_default=True,
-        help="The dtype to which storage-only weights are dequantized if no activation determines the dtype.",
+        help="The dtype to which weights in fp8, int8 and block formats are dequantized if no activation determines the dtype.",
     ),
     click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
     click.Option(
@@ -208,8 +209,8 @@ _MEASURING = (
         type=click.Choice(["auto", "always", "never"]),
         default="auto",
         show_default=True,
-        help="When to measure the noise floor, the reference's drift from itself. auto: when a drift may be below this floor "
-        "(in dtype-tui, also whenever the engine is idle).",
+        help="When to measure the noise floor: how much the reference differs from itself if its float32 sums are computed in "
+        "another order. auto: if the drift is so small that it may be mere noise (in dtype-tui, also whenever the engine is idle).",
     ),
     click.Option(
         ["--modules"],

@@ -40,8 +40,8 @@ workers_option = click.option(
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
 ) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
-    """Start the workers for a command. Yields (the workers, or None if the command runs in this process; a function `show(done,
-    total)` that shows the progress).
+    """A context manager that starts the workers for a command. It yields a pair. The first item is the workers, or None if the
+    command runs in this process. The second is a function `show(done, total)` that shows the progress.
 
     parts: the number of independent tasks in the work. private: bytes of memory that each process needs in addition to the mapped
     checkpoint.

@@ -80,8 +80,8 @@ def say_share(what: str, done: int, total: int, text: str = "", job: str = "") -
     """Show on standard error how much of a piece of work is done: a text, the percentage and a bar for done / total, and the
     remaining time once it can be estimated. If `total` is 0, only the text is shown.
 
-    what: the name of the work, such as "exporting". text: shown instead of `what` if given. job: if `what` is only one stage of a
-    longer job, the name of that job; `done` and `total` then count the whole job.
+    what: the name of the work, such as "exporting". text: the text to show; if "", `what` is shown. job: if this work is only one
+    stage of a longer job, the name of that job. `done` and `total` then count the whole job.
     """
     if not total:
         say(text or what)

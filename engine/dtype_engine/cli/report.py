@@ -75,8 +75,8 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
-    """Count in a model's files the values that the planned casts make infinite or zero. Returns an entry for each weight with such
-    values, or None if there are no files or they can't be read.
+    """Count in the model's files the values that the planned casts make infinite or zero. Returns an entry for each weight with
+    such values, or None if there are no files or they can't be read. known: the model's headers and the plan.
     """
     if known.checkpoint is None:
         return None

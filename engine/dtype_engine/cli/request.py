@@ -104,7 +104,9 @@ class RunRequest:
 
     @gc_paused(freeze=True)  # garbage collections over everything that is imported take 0.4 s of 2.7 s
     def open_session(self, source: Source | None = None) -> Session:
-        """Open a session and cast the model by the rules. Raises UserError, also for a rule that matches nothing."""
+        """Open the model and cast it by the rules. source: the located model; if None, it is located first. Raises UserError, also
+        for a rule that matches nothing.
+        """
         source = source or self.locate()
         refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.session.opening import open_session

@@ -39,7 +39,7 @@ def scan_options(function: Function) -> Function:
         click.option(
             "--save",
             type=click.Path(path_type=Path),
-            help="Save the scan to this file after each part. If the file exists, resume the scan from it.",
+            help="Save the scan's progress to this file. If the file exists, resume the scan from it.",
         ),
         click.option(
             "--exact",

@@ -14,7 +14,7 @@ from types import FrameType
 
 
 class EndedBySignal(KeyboardInterrupt):
-    """A signal asked this program to end; `number` is the number of the signal."""
+    """Raised when a signal asks this program to end. `number` is the number of the signal."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

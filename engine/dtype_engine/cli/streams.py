@@ -21,7 +21,7 @@ to `sys.stdout`.
 
 
 class ReaderGone(Exception):
-    """The reader has closed standard output. The program must end without a message, as if SIGPIPE had ended it."""
+    """Raised if the reader has closed standard output. The program must then end without a message, as if SIGPIPE had ended it."""
 
 
 class _StandardOutput(io.FileIO):
@@ -36,7 +36,9 @@ class _StandardOutput(io.FileIO):
         self._failed = False
 
     def write(self, data: Any, /) -> int:
-        """Write a bytes-like object. Raises ReaderGone if the reader is gone, and UserError for any other error."""
+        """Write a bytes-like object, and return the number of its bytes. Raises ReaderGone if the reader is gone, and UserError for
+        any other error.
+        """
         if self._failed:
             return memoryview(data).nbytes
         try:
@@ -101,11 +103,11 @@ def own_output() -> Iterator[None]:
 
 @contextmanager
 def answers_alone() -> Iterator[None]:
-    """A context manager under which only `answer` writes to standard output. All other output, such as that of a model's code, goes
-    to standard error.
+    """A context manager under which only the function `answer` writes to standard output. All other output, such as that of a
+    model's code, goes to standard error.
 
-    C code and child processes write to file descriptor 1 itself, some of them only when the process ends. Under `own_output` that
-    descriptor therefore leads to standard error until the end of the process.
+    C code and child processes write to file descriptor 1 directly, and may do so as late as the end of the process. If `own_output`
+    has made a copy of standard output, descriptor 1 is therefore redirected to standard error for good.
     """
     before = sys.stdout
     if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):

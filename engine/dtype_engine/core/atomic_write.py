@@ -45,7 +45,9 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
 
 
 def check_target(path: Path, replace: bool = False) -> Path:
-    """Return a file's absolute path. Raises UserError if it is a folder, has no parent folder, or exists without `replace`."""
+    """Check that a file can be written to `path`, and return the absolute path. Raises UserError if it is a folder, if its parent
+    folder does not exist, or if it exists and `replace` is False.
+    """
     try:
         path = path.expanduser().absolute()
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()

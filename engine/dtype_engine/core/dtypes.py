@@ -49,7 +49,7 @@ class DType:
     """Whether the whole tensor has one scale."""
     blocks: Blocks | None = None
     code_dtype: str = ""
-    """torch's name for the dtype in which the codes are held while a model runs, or "" if the codes are held in this dtype
+    """torch's name for the dtype of a weight's codes while a model runs, such as float8_e4m3fn for mxfp4. "" if it is this dtype
     itself.
     """
 

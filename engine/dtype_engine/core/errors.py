@@ -40,7 +40,7 @@ class UserError(Exception):
 
 
 class PatternError(UserError):
-    """A pattern can't be parsed.
+    """Raised if a pattern can't be parsed.
 
     Attributes:
         position: Index (from 0) of the character that caused the error; None if no single character did.
@@ -59,7 +59,7 @@ class PatternError(UserError):
 
 
 class TooSlow(PatternError):
-    """A pattern is valid, but matching it takes too long."""
+    """Raised if a pattern is valid, but matching it takes too long."""
 
 
 class NoForward(UserError):
@@ -76,7 +76,7 @@ class NoForward(UserError):
 
 
 class KernelError(UserError):
-    """An operation has no kernel for a dtype on this device.
+    """Raised if an operation has no kernel for a dtype on this device.
 
     Attributes:
         module, operation: The module that was running, and torch's name for the operation that it called.
@@ -107,7 +107,7 @@ class OutOfReach(UserError):
 
 
 class Cancelled(Exception):
-    """The user or a newer command cancelled the running work.
+    """Raised if the user or a newer command cancelled the running work.
 
     Example:
         >>> try:

@@ -25,7 +25,7 @@ def foreign_code() -> Iterator[None]:
     """A context manager for running foreign code. Exceptions that `except Exception` would not catch become an `ExitCalled` or a
     `LibraryPanic`; a KeyboardInterrupt is left as it is.
 
-    Otherwise, a SystemExit in a model's code would end this program without a message, and with the exit status that the code
+    Without this, a SystemExit in a model's code would end this program without a message, and with the exit status that the code
     chose, even 0 for success. A panic would end the engine's thread without a message.
     """
     try:

@@ -23,9 +23,8 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights in the fused group of `name`, including weights that the model lacks.
-
-    Returns () if there is no group.
+    """Return the names of all weights that runtimes fuse with the weight `name`, such as q, k and v of one layer, including `name`
+    itself and weights that the model lacks. Returns () if they fuse it with none.
     """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:
@@ -58,8 +57,8 @@ def scale_groups(planned: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def whole_scale_group(name: str, dtype: str, names: Collection[str]) -> tuple[str, ...]:
-    """Return which of the weights `names` would share a tensor scale with the weight `name`, itself included, if all of them had
-    the format `dtype`. Returns () if no other weight would share its scale, or if the format has no tensor scales.
+    """Return the weights that would share one tensor scale with the weight `name` if `name` and all of `names` had the format
+    `dtype`. The result includes `name`. It is () if no other weight would share the scale, or if the format has no tensor scales.
     """
     if not _has_tensor_scale(dtype):
         return ()

@@ -14,11 +14,11 @@ frozen objects, which takes 40 ms.
 
 @contextmanager
 def gc_paused(freeze: bool = False) -> Iterator[None]:
-    """A context manager that turns the garbage collector off. Use it for code that creates very many long-lived objects, which the
-    collector would otherwise scan repeatedly without freeing any.
+    """A context manager that turns the garbage collector off. Use it for code that creates very many long-lived objects: the
+    collector would scan them repeatedly without freeing any.
 
-    freeze: exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as long
-    as the program. In each process, only the first block with `freeze` does so, so that models opened later can be freed.
+    freeze: also exclude all objects that exist at the end of the block from later collections (`gc.freeze`), because they live as
+    long as the program. Only the first such block in a process does this, so that models opened later can be freed.
     """
     global _frozen
     was_on = gc.isenabled()

@@ -31,14 +31,14 @@ class InputLimits:
     seconds: int = 600
     """Maximum length of an audio file in seconds."""
     values: int = 64 << 20
-    """Maximum number of values in a tensor that is made for the model from an image (pixels times channels times frames) or from
-    audio (samples or frequency bins).
+    """Maximum number of values in the tensor that the model gets for an image (pixels times channels times frames) or for audio
+    (samples or frequency bins).
     """
     tokens: int = 1_000_000
     """Maximum number of tokens in all texts together. The texts may have 16 times as many characters."""
     template_seconds: int = 5
-    """Maximum time in seconds for which the chat template may run for one conversation, and the tokenizer for each million
-    characters.
+    """Maximum time in seconds for which the model's chat template may run on one conversation. The tokenizer may take as long for
+    each million characters.
     """
     template_bytes: int = 1 << 20
     """Maximum size in bytes of the text that the chat template makes from one conversation."""

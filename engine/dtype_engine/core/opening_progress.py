@@ -14,7 +14,7 @@ _MODULES = {"checkpoint": 3000, "python": 1300}
 5.23 alone imports 3,003. The number for a model in a Python file is lower, because the file may not import transformers.
 """
 _INTERVAL_S = 0.2
-_MOST = 0.95
+_MOST_BY_IMPORTS = 0.95
 """The largest fraction of the opening progress that imports may account for; building the model and its inputs comes later."""
 
 READING_INPUTS = "reading the inputs"
@@ -57,5 +57,5 @@ class OpeningProgress:
 
     def _report_now(self) -> None:
         with self._lock:  # if both threads report at once, the last report is of the newest step
-            done = min(len(sys.modules), int(_MOST * self._total))
+            done = min(len(sys.modules), int(_MOST_BY_IMPORTS * self._total))
             self._report(self._step, done, 0 if self._step == READING_INPUTS else self._total)

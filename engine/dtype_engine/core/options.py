@@ -10,8 +10,8 @@ from typing import Literal
 from dtype_engine.core.input_limits import InputLimits
 
 ClassesDim = int | Literal["auto", "none"]
-"""Says in which dimension of the main output the logits of a distribution lie: the dimension's index (from 0, or from the end if
-negative), "auto" to determine it from the model, or "none" if the output is no distribution.
+"""The type of the setting that says in which dimension of the main output the logits of a distribution lie: an index (from 0, or
+from the end if negative), "auto" to determine it from the model, or "none" if the output is no distribution.
 """
 
 
@@ -110,8 +110,8 @@ class Options:
     inputs.
     """
     floor: Literal["auto", "always", "never"] = "auto"
-    """When to measure the noise floor, the drift of the reference from itself. "auto": when a measured drift is close to the floor,
-    or while the engine is otherwise idle.
+    """When to measure the noise floor: how much the reference differs from itself if the same arithmetic runs in another order.
+    "auto": when a measured drift is close to the floor, or while the engine is otherwise idle.
     """
     modules: Literal["some", "exact"] = "some"
     """The sequences in which modules' outputs are compared. "some": the first one, and others up to about 1/6 of the inputs.

@@ -36,7 +36,9 @@ class _PlainLoader(yaml.SafeLoader):
             self._depth -= 1
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Construct a mapping. Raises MarkedYAMLError for a key that occurs twice, and for the merge key `<<`."""
+        """Construct a mapping, as PyYAML's method does. Raises MarkedYAMLError for a key that occurs twice, and for the merge key
+        `<<`.
+        """
         seen = set()
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if key.tag == "tag:yaml.org,2002:merge":
@@ -49,7 +51,9 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value. Raises MarkedYAMLError for a value that its type does not allow, such as the 45th day of a month."""
+        """Construct a value, as PyYAML's method does. Raises MarkedYAMLError for an impossible value, such as the 45th day of a
+        month.
+        """
         try:
             if node.tag == "tag:yaml.org,2002:int" and len(str(node.value)) > _LONGEST_NUMBER:
                 raise ValueError("so many digits")
@@ -61,7 +65,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 def load_yaml(text: str) -> Any:
-    """Parse YAML. Raises UserError with the reason and the line."""
+    """Return the content of a YAML text. Raises UserError with the reason and the line."""
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.YAMLError as error:

@@ -26,8 +26,8 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str, environment: Mapping[str, str]) -> Shard:
-        """Parse a shard such as `3/16` (the third of sixteen), or `slurm`, which takes the number from the Slurm job array in whose
-        task this process runs. environment: the environment variables. Raises UserError.
+        """Parse a shard such as `3/16` (the third of sixteen). `slurm` is the shard of this process's task in a Slurm job array, as
+        the environment variables in `environment` say. Raises UserError.
         """
         if text == "slurm":
             return cls._of_slurm(environment)

@@ -41,8 +41,8 @@ class TensorInfo:
     None.
     """
     uncastable_reason: str | None = None
-    """Why the tensor is never cast, for example because it is part of a quantised weight. None if it can be cast, or if only its
-    dtype prevents that.
+    """Why no rule can cast the tensor, for example because it is part of a quantised weight. None if it can be cast, or if its
+    dtype alone prevents that.
     """
     quantized: bool = False
     """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own
@@ -93,15 +93,14 @@ class TensorInfo:
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change the tensor's dtype.
-
-        This requires a dtype in which torch can compute, or blocks that can be dequantized.
+        """Whether a rule may change the tensor's dtype. This requires a dtype in which torch can compute, or a block format that
+        can be dequantized.
         """
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
     def why_not_cast(self) -> str:
-        """Why a rule whose pattern matches the tensor leaves it as stored, in words that follow the tensor's name."""
+        """If a rule matches the tensor but does not cast it, the reason, in words that follow the tensor's name."""
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -122,7 +121,7 @@ class Module:
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     """The tensors that the module itself holds, by local name. The alias of a tied weight maps to the tensor that it is tied to."""
     keep_in_fp32: str | None = None
-    """A phrase that cites the declaration in the model's code that keeps this module in float32, or None if there is none."""
+    """If the model's code requires float32 for this module, a phrase that cites the code; otherwise None."""
     first: int = 0
     """Index in `Tree.order` of the first tensor at or below this module."""
     end: int = 0
@@ -164,9 +163,8 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """Pairs (dtype, fraction of the bytes), largest fraction first.
-
-        Tied weights that are counted elsewhere are included only if the module has no other tensors.
+        """Pairs (dtype, fraction of the bytes), largest fraction first. If a module holds only tied weights that are counted
+        elsewhere, the fractions are those of these weights; otherwise such weights are left out.
         """
         held = self.nbytes or self.tied
         whole = sum(held.values())
@@ -269,7 +267,6 @@ class Tree:
         )
 
     def _put_in_order(self) -> None:
-        """Fill `order` with the distinct tensors, depth first, and set each module's range in `order`."""
         stack: list[tuple[Module, bool]] = [(self.root, False)]
         while stack:
             node, done = stack.pop()
@@ -310,8 +307,8 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in the order of `order`. Tied weights whose canonical name is
-        elsewhere, and of which only an alias is below the module, come last.
+        """Yield every distinct tensor at or below a module, in the order of `order`. At the end come tied weights of which only an
+        alias is below the module.
         """
         node = self.modules[module]
         yield from self.order[node.first : node.end]
@@ -364,8 +361,8 @@ class Tree:
 
     @cached_property
     def never_cast(self) -> list[int]:
-        """Running sum over `order`: entry i is how many of the first i tensors can never be cast for a reason other than their
-        dtype, for example because they are parts of quantised weights.
+        """Running sum over `order`: entry i says how many of the first i tensors no rule can cast, for example because they are
+        parts of quantised weights. Tensors that can't be cast merely because of their dtype are not counted.
         """
         return [0, *accumulate(tensor.uncastable_reason is not None for tensor in self.order)]
 

@@ -40,9 +40,8 @@ def change_text(before: int, after: int) -> str:
 
 
 def share_text(count: int, whole: int) -> str:
-    """Return a count and its share of `whole`, as in `1.2 M 3.4 %`. A share below 0.1 % is left out.
-
-    A count of 0 is written as `-`.
+    """Return a count, followed by its share of `whole` unless the share is below 0.1 %: `1.2 M 3.4 %`. A count of 0 is written as
+    `-`.
     """
     if not count:
         return "-"

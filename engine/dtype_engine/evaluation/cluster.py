@@ -65,14 +65,12 @@ class DaskPool:
         from distributed.scheduler import KilledWorker
 
         try:
-            yield from results(lambda: self._executor, self._gone, evaluations, cancelled, _AHEAD * self.workers)
+            yield from results(lambda: self._executor, self._raise_lost, evaluations, cancelled, _AHEAD * self.workers)
         except KilledWorker as error:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
-    def _gone(self) -> None:
-        """Raise the UserError for a lost scheduler. This is called when Dask has cancelled futures, which happens when the
-        scheduler ends.
-        """
+    def _raise_lost(self) -> None:
+        """Raise the UserError which says that the scheduler has ended. The sign of this is that Dask has cancelled futures."""
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )

@@ -41,7 +41,7 @@ _lock = threading.Lock()  # a cluster's worker may have several threads, but a p
 
 @dataclass
 class _ThisProcess:
-    """What this process keeps open between evaluations, so that later ones need not open it again: a model or an export."""
+    """What this process keeps open, so that the next evaluation need not open it again: a model or an export."""
 
     model: tuple[Opened, Session] | None = None
     attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
@@ -129,7 +129,7 @@ def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> Pa
 
 
 def describe(session: Session) -> tuple[str, str]:
-    """Return the fingerprints of an open model's weights and inputs."""
+    """Return (fingerprint of an open model's weights, fingerprint of its inputs). Raises UserError if the model can't be run."""
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:

@@ -153,8 +153,8 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """Wait until at least one future is done. Yields all futures that are done, those with a result first. futures: each with the
-    index of its evaluation.
+    """Wait until at least one future is done. Yields all futures that are done; those with a result come before those with an
+    error. futures: the index of the evaluation of each future. Raises Cancelled.
     """
     done: set[Future[Evaluated]] = set()
     while not done:

@@ -17,7 +17,7 @@ from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 _ARITHMETIC = ("dtype_engine", "torch", "platform")
-"""The keys of `versions` that may affect the last digits of a metric."""
+"""Those keys of `Evaluated.versions` that can affect the last digits of a metric."""
 _SAID = {"dtype_engine": "dtype-tui"}
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ class RecipeDrift:
 
 @dataclass(frozen=True, slots=True)
 class PartAlone:
-    """Task: measure how far the output drifts if only one module or subtree is cast as the recipe says, and the rest of the model
-    is not.
-    """
+    """Task: measure how far the output drifts if only one module or subtree is cast as the recipe says, and nothing else."""
 
     recipe: Recipe
     settings: RunSettings

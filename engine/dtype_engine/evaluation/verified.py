@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
-    """Return the recipes whose size (for a `budget` in bytes) or whose predicted drift (for `max_drift`) is nearest to the limit,
-    as solutions of a search. The last scan predicts the drift.
+    """Return the `count` recipes nearest to a limit, as solutions of a search. With a `budget` in bytes, they are nearest in size;
+    with `max_drift`, in the drift that the last scan predicts.
 
-    constraints: what the user requires of a recipe. count: how many recipes to return. Raises UserError, OutOfReach.
+    constraints: what the user requires of a recipe. Raises UserError, OutOfReach.
     """
     return around(session.front(constraints), budget, max_drift, count)
 

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import CompareItems
 
-_PIECE, _MOST = 64 << 20, 256
+_GROUP_BYTES, _GROUP_TENSORS = 64 << 20, 256
 """Maximum numbers of bytes and of tensors of an export that one evaluation compares."""
 
 
@@ -70,7 +70,7 @@ class Over:
 
 
 def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """Describe a session's model, inputs and options as plain data, so that a worker in another process can open the same model.
+    """Return the model, inputs and options of a session as plain data, so that a worker in another process can open the same model.
 
     source: what the session was opened from. threads: how many threads each worker should use. Raises UserError if the session has
     no inputs.
@@ -89,8 +89,8 @@ def scan(
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:
-    """Run what is left of a session's scan on a pool, and return the report. The work is one task for each sequence or, in an exact
-    scan, for each pair of weight and dtype. With the same number of threads, the result equals that of `task.run` to the last bit.
+    """Run the unfinished part of a session's scan on a pool, and return the report. Each task scans one sequence or, in an exact
+    scan, one pair of a weight and a dtype. With the same number of threads, the result equals that of `task.run` to the last bit.
 
     `on_progress("scan", done, total)` is called after each task, and `on_estimate` with the report so far after each sequence.
     After an error, `task` keeps the results of the finished tasks. Raises the errors of `task.run`.
@@ -125,8 +125,8 @@ def drifts(
 ) -> Iterator[tuple[int, DriftReport]]:
     """Measure the drift of several recipes. Yields (index of the recipe, report) of each as soon as it is measured.
 
-    recipes: each with the run settings for its measurement. over: the workers that measure. If None, this session measures one
-    recipe after another, and then has the last recipe. Raises the errors of `Session.drift`.
+    recipes: each recipe with the run settings for its measurement. over: the workers that measure. If it is None, this session
+    measures one recipe after another, and the last recipe stays its current one. Raises the errors of `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
@@ -166,18 +166,18 @@ def causes(
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
-    """Return a function that compares an export's tensors on a pool, which `verify` calls instead of comparing them in this
-    process. Each evaluation compares several tensors, of at most 64 MiB in all unless a single one is larger.
+    """Return a function that compares the tensors of an export with their source on the workers of `pool`. `verify` calls it with
+    the plan of the export; it yields (indexes of the compared tensors in the plan, for each tensor what is wrong or None).
 
-    threads: how many threads each worker uses. folder: the folder of the export. source: the checkpoint that was exported. options:
-    how the workers open the export and the source.
+    Each evaluation compares several tensors, at most 64 MiB together, or a single larger one. threads: how many threads each worker
+    uses. folder: the folder of the export. source: the checkpoint that was exported. options: how the workers open both.
     """
     from dtype_engine.runtime.verify.verify import fingerprint
 
     def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
         worker_options = portable(options, threads)
         exported = Exported(model_text(source), worker_options, folder.absolute(), fingerprint(contents, folder))
-        tasks = [CompareTensors(indexes) for indexes in _pieces([item.nbytes for item in contents.items])]
+        tasks = [CompareTensors(indexes) for indexes in _groups([item.nbytes for item in contents.items])]
         for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
             if other := other_versions(result):
                 raise UserError(f"{other}: a bitwise comparison needs equal versions")
@@ -187,17 +187,17 @@ def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: O
     return compare
 
 
-def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Group tensors into evaluations of at most `_PIECE` bytes (or one tensor) and `_MOST` tensors each. sizes: the bytes of each
-    tensor. Yields the indexes of each group, in order.
+def _groups(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Divide the tensors of an export into groups, each for one evaluation: at most `_GROUP_BYTES` bytes (or a single tensor) and
+    at most `_GROUP_TENSORS` tensors. Yields the indexes of each group's tensors, in order. sizes: the bytes of each tensor.
     """
-    piece: list[int] = []
+    group: list[int] = []
     nbytes = 0
     for index, size in enumerate(sizes):
-        if piece and (nbytes + size > _PIECE or len(piece) == _MOST):
-            yield tuple(piece)
-            piece, nbytes = [], 0
-        piece.append(index)
+        if group and (nbytes + size > _GROUP_BYTES or len(group) == _GROUP_TENSORS):
+            yield tuple(group)
+            group, nbytes = [], 0
+        group.append(index)
         nbytes += size
-    if piece:
-        yield tuple(piece)
+    if group:
+        yield tuple(group)

@@ -28,10 +28,11 @@ def parse_workers(text: str) -> int | str:
 
 
 class Workers:
-    """A context manager that starts workers when they are first needed, and keeps them and their open models until `close`.
+    """A context manager that starts workers when they are first needed. The workers, and the models that they have opened, are kept
+    until `close`.
 
     requested: the result of `parse_workers`. on_notice: called with a sentence if fewer workers start than requested. most: the
-    number of tasks, which is the most workers that are useful, or None if it is unknown.
+    number of tasks, because more workers than tasks would be useless; None if it is unknown.
     """
 
     def __init__(self, requested: int | str, on_notice: Callable[[str], None], most: int | None = None) -> None:
@@ -67,8 +68,8 @@ class Workers:
         return self._pool
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
-        """Return how many workers to start, which is `requested` unless there are fewer tasks or GPUs or too little free memory.
-        Tells the user if it is fewer because of GPUs or memory.
+        """Return how many workers to start: `requested`, or fewer if there are fewer tasks or GPUs or too little free memory. The
+        user is told if GPUs or memory are the reason.
 
         private: bytes that each process needs in addition to the mapped checkpoint. gpus: the names of the GPUs, or () on the CPU.
         """
@@ -82,8 +83,8 @@ class Workers:
         return fit
 
     def threads(self, threads: int | None, private: int) -> int:
-        """Return how many threads each worker gets if all workers share `threads`, or torch's default if None. Raises UserError.
-        private: bytes that each process needs in addition to the mapped checkpoint.
+        """Return how many threads each worker gets. All worker processes on this machine share `threads`, or torch's default number
+        if it is None. Raises UserError. private: bytes that each process needs in addition to the mapped checkpoint.
         """
         from dtype_engine.runtime.session.opening import threads_each
 

@@ -65,7 +65,9 @@ class RecipeFile:
 
 
 def read_recipe_file(path: Path) -> RecipeFile:
-    """Read a recipe file. Raises UserError, which names the file and, if possible, the rule or entry that is wrong."""
+    """Return the content of a recipe file. Raises UserError, which names the file and, if possible, the rule or entry that is
+    wrong.
+    """
     try:
         with reading(f"the recipe {path}"):
             text = read_regular(path, _LARGEST).decode()

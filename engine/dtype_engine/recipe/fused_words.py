@@ -9,12 +9,13 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 
 
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
-    """Describe how a cast of the weights `taken` to `dtype` affects the weights that runtimes fuse with them, or return "" if it
+    """Describe how a cast of the weights `taken` to `dtype` affects other weights that runtimes fuse with them. Returns "" if it
     does not.
 
-    Returns `k_proj, v_proj: new scale` if the common scale of the fused weights changes, and `k_proj, v_proj differ: vLLM refuses`
-    if they get different formats. planned: the dtype of each weight before the cast. groups: the model's groups of fused weights.
-    This runs after every key press, so of groups with the same names and dtypes, as in every layer, only one is examined.
+    Returns `k_proj, v_proj: new scale` if the common scale of these other weights changes, and `k_proj, v_proj differ: vLLM
+    refuses` if their format then differs. planned: the dtype of each weight before the cast. groups: the model's groups of fused
+    weights. The function runs after every key press. Therefore only one of the groups that look alike, as in every layer, is
+    examined.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):

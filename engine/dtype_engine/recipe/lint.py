@@ -1,6 +1,4 @@
-"""Compares the tensors that a recipe's patterns match in this program with those that the same patterns would match in another
-tool.
-"""
+"""Compares which tensors a recipe's patterns match in this program and in another tool that gets the same patterns."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from dtype_engine.recipe.targets import Context, Match, Target
 
 @dataclass(frozen=True, slots=True)
 class RuleComparison:
-    """A comparison of one rule's matches in this program and in another tool, limited to tensors that the tool's patterns can
-    affect.
+    """Which tensors one rule matches in this program, and which in another tool. Only tensors that the tool's patterns can affect
+    are compared.
     """
 
     pattern: str
@@ -29,7 +27,7 @@ class RuleComparison:
     only_there: tuple[str, ...]
     """Canonical names of the tensors that the rule would match in the other tool but not in this program."""
     beyond: int
-    """Number of tensors that the rule matches in this program, but whose dtype the other tool can't change by any pattern."""
+    """Number of further tensors that the rule matches in this program. The other tool can't change their dtype by any pattern."""
     problem: str | None = None
     """Why the other tool does not match all tensors that this program matches, or None if the reason is unknown."""
 
@@ -88,8 +86,8 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """Find tensors that the same rules match in this program and in the target, but that get different dtypes, because another of
-    these rules wins there. Returns (tensor, pattern that wins in this program, pattern that wins in the target) for each.
+    """Return (tensor, pattern that wins in this program, pattern that wins in the target) for each tensor whose dtype differs
+    although the same rules match it: in the target, another of these rules takes precedence.
 
     there_by_rule: for each rule, the tensors that it matches in the target. Returns () if the target has no order of precedence.
     """
@@ -110,5 +108,4 @@ def _overruled(
 
 
 def _in_order(context: Context, names: frozenset[str]) -> tuple[str, ...]:
-    """Return names sorted in the model's order."""
     return tuple(name for name in context.tree.tensors if name in names)

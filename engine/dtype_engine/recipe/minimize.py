@@ -37,9 +37,7 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return the recipe without rules that have no effect because of later rules: its plan still has the dtypes `target`, by tensor
-    name.
-    """
+    """Return a recipe of those rules that are needed: its plan still has the dtypes `target`, by tensor name."""
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
@@ -57,7 +55,7 @@ class _Proposals:
         self.tree = tree
         self.target = target
         self._selected: dict[str, tuple[str, ...]] = {}
-        self._patterns = self._general()
+        self._patterns = self._general_patterns()
 
     def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
         """Return the best next rule and the tensors that it selects. now: the dtype of each tensor under the rules chosen so far.
@@ -89,8 +87,8 @@ class _Proposals:
             self._selected[pattern] = select(self.tree, pattern).tensors
         return self._selected[pattern]
 
-    def _general(self) -> list[str]:
-        """Return the patterns that do not depend on which weights are wrong: `*`, classes, and names with wildcards."""
+    def _general_patterns(self) -> list[str]:
+        """Return the candidates that do not depend on which weights are still wrong: `*`, classes, and names with wildcards."""
         patterns = {"*": 0}
         for name, module in self.tree.modules.items():
             if name:
@@ -113,7 +111,7 @@ class _Proposals:
                     wants = {self.target[tensor] for tensor in self._below(name)}
                     layers.setdefault(kind, {}).setdefault(number, set()).update(wants)
         for name in wrong:
-            literal |= dict.fromkeys([generalisations(name)[0], *self._pure_above(name)])
+            literal |= dict.fromkeys([generalisations(name)[0], *self._uniform_modules_above(name)])
         patterns: dict[str, None] = {}
         by_set: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
         for (before, after), by_layer in layers.items():
@@ -140,9 +138,9 @@ class _Proposals:
             return [tensor.name] if tensor.castable and tensor.persistent else []
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
-    def _pure_above(self, name: str) -> list[str]:
-        """Return one pattern for each module above the tensor `name` in which all tensors need the same dtype. The pattern matches
-        the module.
+    def _uniform_modules_above(self, name: str) -> list[str]:
+        """Return a pattern for each module above the tensor `name` whose tensors all need the same dtype. Each pattern matches one
+        module.
         """
         return [
             generalisations(module)[0]

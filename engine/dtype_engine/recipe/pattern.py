@@ -60,8 +60,8 @@ class Pattern:
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
     def matches_exactly(self, tensor: str) -> bool:
-        """Return whether the pattern matches this tensor specifically, that is, whether it would not match another name in the same
-        module.
+        """Return whether the pattern names this tensor specifically: it matches the tensor, and would not match any other name in
+        the same module.
 
         Only specific patterns apply to non-persistent buffers: `*.inv_freq` does, but `*` and `model.rotary_emb.*` do not.
         """
@@ -99,17 +99,17 @@ class _Piece:
     length: int | None
     """The number of characters of every match, or None if matches differ in length."""
     stars: int = 0
-    """Number of wildcards in this piece that match any number of characters, so that the matcher may have to backtrack."""
+    """Number of wildcards in this piece that match any number of characters. Each of them makes matching slower."""
     choices: float = 1.0
-    """An upper bound on the number of combinations of the alternatives in this piece."""
+    """An upper bound on the number of texts that the braces in this piece can stand for: 6 for `{a,b}{c,d,e}`."""
 
 
 _STAR = _Piece(".*", None, 1)
 
 
 def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
-    """Translate part of a glob to a regular expression. The part begins at index `at`, and ends at the end of the text or, inside
-    braces, before the next `,` or `}`.
+    """Translate the part of a glob that begins at index `at` to a regular expression. It extends to the end of the text or, inside
+    braces, to the next `,` or `}`.
 
     Returns (the translation, the index at which the part ends). depth: how many braces are open at `at`.
     """
@@ -135,14 +135,12 @@ def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
 
 
 def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
-    """Join the pieces of a glob (literal characters, wildcards, character classes, braces), each translated to a regular
-    expression, to one regular expression.
+    """Return one regular expression for translated pieces of a glob: characters, wildcards, character classes, braces.
 
-    whole: True if the pieces are the entire glob, False if they are one alternative inside braces. In an entire glob, the text
-    between two stars is matched only at its first occurrence in the name. This suffices if the text has a fixed length, because any
-    later occurrence would leave less of the name for the rest of the glob. The matcher then never backtracks: the time for
-    `*a*a*a*b` is proportional to the length of the name, not to its fourth power. `fnmatch` does the same. The pieces of an
-    alternative are joined unchanged.
+    whole: whether `pieces` are the entire glob, and not only an alternative inside braces. In an entire glob, the text between two
+    stars is matched only at its first occurrence in a name: a later occurrence would leave less of the name for the rest of the
+    glob. Without backtracking, the time for `*a*a*a*b` grows with the length of the name, and not with its fourth power. This does
+    not apply to texts of varying length, such as `{a,bc}`.
     """
     stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]

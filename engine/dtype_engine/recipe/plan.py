@@ -136,8 +136,8 @@ class Plan:
         )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
-        """Yield the effect of each rule, in the recipe's order. among: if given, the canonical names of the only tensors to
-        consider.
+        """Yield the effect of each rule, in the recipe's order. among: if given, only tensors with these canonical names are
+        considered.
         """
         for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
             taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
@@ -159,9 +159,9 @@ class Plan:
 
 
 _latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
-"""The latest plan of each tree, because plans recur: the app plans a rule while it is typed and again when it is applied, and plans
-a new tree in a thread before it shows the tree. With 90,000 tensors, a plan takes 0.1 s, and without this, a key press would wait
-for two plans.
+"""The latest plan of each tree, because the same plan is often needed twice: while the user types a rule and when it is applied, or
+in a thread that prepares a new tree and when the tree is shown. With 90,000 tensors, a plan takes 0.1 s, and without this, a key
+press would wait for two plans.
 """
 
 
@@ -223,9 +223,9 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
-    """Return whether some rules match nothing in this tree but might match once the model's architecture is known.
+    """Return whether some rules match nothing in this tree, but might match once the model's architecture is known. Raises TooSlow.
 
-    A tree that was built only from the tensor names in the files lacks module classes and tied names. Raises TooSlow.
+    A tree that was built only from the tensor names in the files lacks module classes and the aliases of tied weights.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -233,10 +233,9 @@ def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> Plan:
-    """Return the plan of a recipe. Raises UserError if rules select nothing. The error gives the reason, and a similar name, for
-    the first of these rules.
+    """Return the plan of a recipe. Raises UserError if a rule selects nothing. The error says why, and suggests a similar name.
 
-    Rules by module class are refused if the tree has no classes, because the modules that they select are then unknown.
+    A rule by module class is refused if the tree has no classes, because the modules that it selects are then unknown.
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
@@ -252,7 +251,7 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 
 def uncast_words(tree: Tree, taken: Selection) -> str:
-    """Return the name of the first tensor that a selection leaves as stored, and the reason. There must be such a tensor."""
+    """Return words that name the first tensor which a selection leaves as stored, and say why. `taken` must have such a tensor."""
     assert taken.uncastable is not None
     return f"first {printable(taken.uncastable)}: {tree.tensors[taken.uncastable].why_not_cast}"
 

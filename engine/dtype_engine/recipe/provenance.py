@@ -63,25 +63,26 @@ def recipe_text(
     """Return the text of a recipe file for a plan: each rule with the bytes that it selects, the metrics with their units, and the
     tensors with values that their cast makes infinite or zero.
 
-    title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one.
-    versions: those of the libraries, by name. lost: if there is no report, the tensors with such values, or None if they were not
-    determined.
+    title: the name of the model. settings: how the candidate was run. report: the measurement of the plan, if there is one. It
+    contains the tensors with such values. lost: these tensors, for a plan without a report; None if they are unknown. versions:
+    those of the libraries, by name.
     """
     losses = report.lost if report is not None else lost
     return write_recipe(
         plan.recipe,
         title,
         settings,
-        figures(plan, report, versions) | _sums(losses),
+        figures(plan, report, versions) | _loss_totals(losses),
         comments=[_selected_text(effect) for effect in plan.effects(tree)],
         units=UNITS,
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
 
 
-def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
-    """Return three metrics: how many tensors have values that their cast makes infinite or zero, how many values become infinite,
-    and how many become zero. losses: one entry for each such tensor. If `losses` is None, the result is empty.
+def _loss_totals(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
+    """Return three metrics by name: how many tensors have values that their cast makes infinite or zero, how many values become
+    infinite, and how many become zero. losses: one entry for each such tensor. If it is None, because they are unknown, the result
+    is empty.
     """
     if losses is None:
         return {}

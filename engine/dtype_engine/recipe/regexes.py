@@ -64,9 +64,11 @@ def compile_regex(
 def limited(
     source: str, shown: str, kind: Anchored = "fullmatch", before: int = 0, dotall: bool = True
 ) -> Callable[[str], bool]:
-    """Compile an expression to a function that returns whether a name matches. In contrast to `compile_regex`, it does not limit
-    the length of the expression and its repeat counts, so use it only for expressions that are cheap to compile. The arguments and
-    errors are the same.
+    """Compile an expression to a function that returns whether a name matches. The arguments and errors are those of
+    `compile_regex`.
+
+    In contrast to `compile_regex`, the length of the expression and its repeat counts are not limited. Use it only for expressions
+    that are cheap to compile.
     """
     import regex  # the import takes 10 ms, and few recipes need it
 
@@ -92,8 +94,8 @@ def limited(
 
 
 def _seconds_left(shown: str) -> float:
-    """Return how many seconds the current match may take. Raises TooSlow if the limit of the block `time_limit` is used up. shown:
-    the pattern that the error names.
+    """Return how many seconds the current match may take. Raises TooSlow if the time limit that `time_limit` sets is used up.
+    shown: the pattern that the error names.
     """
     limit = _deadline.get()
     if limit is None:

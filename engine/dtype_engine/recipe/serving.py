@@ -94,8 +94,8 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
 
 
 def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
-    """Return why no other program can read a weight if an export stores it in the format `dtype`, or None if another program can.
-    name: the weight. dtype: a format with scales.
+    """Return why no other program can read an export's weight in the format `dtype`, or None if one can. name: the weight. dtype: a
+    format with scales.
 
     experts: whether to treat experts that the model packs into one tensor as linear layers, which is how exports store them.
     """
@@ -215,8 +215,8 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of weights that the runtime fuses, if the number of outputs of one of them is not a multiple
-    of the rows of a block. The runtime refuses them: its `validate_fp8_block_shape` raises.
+    """Yield a finding for each group of weights that the runtime fuses, if blocks of their format do not fit: a member's number of
+    outputs is not a multiple of a block's rows. The runtime refuses them: its `validate_fp8_block_shape` raises.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
@@ -233,8 +233,8 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether the number of outputs of every layer that runtimes fuse with this weight's layer is a multiple of a block's
-    rows in the format `dtype`. Returns True if the weight is not fused.
+    """Return whether blocks of the format `dtype` fit the layers that runtimes fuse with the layer of the weight `name`: the number
+    of outputs of each is a multiple of a block's rows. Returns True if the weight is not fused.
     """
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
@@ -243,8 +243,8 @@ def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Yield a finding for weights in group-quantized integers whose shapes Marlin, the usual kernel for this format, does not
-    support. Marlin needs numbers of outputs that are multiples of 64, and numbers of inputs that are multiples of 128. Only on few
-    devices is there another kernel for other shapes.
+    support. Marlin needs a multiple of 64 outputs and a multiple of 128 inputs. For other shapes, only few devices have another
+    kernel.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """

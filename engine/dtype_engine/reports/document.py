@@ -49,9 +49,9 @@ def build_report(
 ) -> Report:
     """Return the report of a plan.
 
-    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, or None.
-    no_drift: why there is no measurement. lost: if there is no measurement, the weights with values that their cast makes infinite
-    or zero, or None if such values were not counted.
+    title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, which also
+    lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
+    and lost lists these weights, or is None if they are unknown.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
@@ -79,13 +79,13 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
         if drift.output.kl_mean is not None:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
-            words += f", same top {_top(drift)} at {100 * drift.output.top1_agreement:.2f} % of positions"
+            words += f", same top {_class_word(drift)} at {100 * drift.output.top1_agreement:.2f} % of positions"
     if lost := headline(losses or ()):
         words += f"; {lost} in the casts"
     return words + "."
 
 
-def _top(drift: DriftReport) -> str:
+def _class_word(drift: DriftReport) -> str:
     """Return the word for what the model predicts at a position: "token" or "class"."""
     return "token" if drift.sequences.of_tokens else "class"
 
@@ -207,7 +207,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in output.kl_tail.items()]
     if output.top1_agreement is not None:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        rows.append((f"same top {_top(drift)}", top1, "of positions"))
+        rows.append((f"same top {_class_word(drift)}", top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         perplexities = f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
         ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)
@@ -225,7 +225,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     """Return the section with a table of modules: the root and as many levels below it as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
-    for name, modules in _outline(tree):
+    for name, modules in _table_rows(tree):
         class_name = modules[0].class_name or ""
         before, after = Totals(), Totals()
         for module in modules:
@@ -241,20 +241,20 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     return Section("Model", (Table(head, tuple(rows), 2),))
 
 
-def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for each row of `tree_section`. Numbered modules of one class, such as all layers, share a row."""
+def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
+    """Return (name, modules) for each row of the table of modules. Numbered modules of one class, such as layers, share a row."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
     lines: list[tuple[str, list[Module]]] = []
     while level and left >= len(level):
         lines += level
         left -= len(level)
-        level = [entry for name, modules in level for entry in _children(name, modules)]
+        level = [entry for name, modules in level for entry in _child_rows(name, modules)]
     return sorted(lines, key=lambda line: tree.modules[line[1][0].name].first)
 
 
-def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for the rows directly below the row `name`, which stands for `modules`."""
+def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
+    """Return (name, modules) for the table rows directly below the row `name`, which stands for `modules`."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 
 def parameters_text(totals: Totals) -> str:
-    """Return the number of parameters at or below a module as text. It is `> 1.2 M` or `unknown` if packed weights represent an
-    unknown number, and `-` if all tensors are tied weights that are counted elsewhere.
+    """Return the number of parameters at or below a module as text. If some packed weights represent an unknown number, it is `>
+    1.2 M` or `unknown`. If all tensors are tied weights that are counted elsewhere, it is `-`.
     """
     if totals.unknown:
         return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
@@ -121,7 +121,9 @@ def generation_text(text: Generation) -> str:
 
 
 def parting(text: Generation) -> str:
-    """Return a sentence that says at which token the continuation by the cast model starts to differ from the reference's."""
+    """Return a sentence that says at which token the two continuations of a prompt, by the cast model and by the reference, begin
+    to differ.
+    """
     if not text.differs:
         return f"the same {len(text.reference.ids)} tokens"
     return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"

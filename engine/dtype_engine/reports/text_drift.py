@@ -24,8 +24,8 @@ the drifts of several modules cancel each other.
 
 
 def extent_text(extent: Extent) -> str:
-    """Return words that say how much of the inputs some metrics cover, and how much is padding, as in
-    `2 of 6 sequences, 184 tokens`.
+    """Return how much of the inputs a measurement covers, and how many positions were left out as padding, such as `2 of 6
+    sequences, 184 tokens`.
     """
     whole = "sequence" if extent.of_tokens else "input"
     part = "token" if extent.of_tokens else "position"
@@ -33,8 +33,8 @@ def extent_text(extent: Extent) -> str:
 
 
 def kl_text(output: OutputDrift, extent: Extent) -> str:
-    """Return the mean KL in nats with its standard error over positions, as in `1.234e-03 ± 2e-05`. If not all inputs were run, the
-    error is that of the estimate for all inputs.
+    """Return the mean KL in nats ± its standard error, as in `1.234e-03 ± 2e-05`. If all inputs were run, this is the error over
+    positions; otherwise, the error of the estimate for all inputs.
     """
     assert output.kl_mean is not None
     error = output.kl_mean_se
@@ -82,9 +82,9 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable[ModuleDrift] = ()) -> list[str]:
-    """Return lines that rate the drift with a word such as "small" and, if `floor` is given, say what the noise floor is and how it
-    was measured. output: the drift of the main output. modules: the drift of the modules, which may differ although the output does
-    not.
+    """Return lines of text: one that rates the drift with a word such as "small" and, if `floor` is given, one with the noise floor
+    and how it was measured. output: the drift of the main output. modules: the drift of the modules, which may differ from the
+    reference although the output does not.
     """
     lines = [f"meaning    {meaning(output, floor, modules)}"]
     if floor is None:

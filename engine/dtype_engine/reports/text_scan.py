@@ -66,12 +66,11 @@ def search_text(report: SearchReport) -> str:
         lines += [*table_lines([(" ", "planned", "predicted", "measured"), *rows], (1, 2, 3)), ""]
     lines += ["rules", *(f"  {printable(rule)}" for rule in report.rules or ("none: as stored",))]
     lines += [*loss_lines(report.lost), "", "Pareto front"]
-    lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _some(report.front, 12)]
+    lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _at_even_steps(report.front, 12)]
     return "\n".join(lines)
 
 
-def _some(points: Sequence[FrontPoint], most: int) -> list[FrontPoint]:
-    """Return at most `most` points at even steps, including the first and the last."""
+def _at_even_steps(points: Sequence[FrontPoint], most: int) -> list[FrontPoint]:
     if len(points) <= most:
         return list(points)
     return [points[round(step * (len(points) - 1) / (most - 1))] for step in range(most)]

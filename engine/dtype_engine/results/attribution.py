@@ -1,5 +1,5 @@
 """Results that explain a drift: the noise floor, the modules that cause the drift, the first values that are not finite, and rules
-against casts that make values infinite or zero.
+that keep casts from making values infinite or zero.
 """
 
 from __future__ import annotations
@@ -110,17 +110,19 @@ class NonFiniteDiagnosis:
     """The largest finite value of `dtype`."""
     weights: tuple[Name, ...]
     largest: float | None
-    """The largest finite magnitude among the inputs of the operation, or among the stored values of the weights."""
+    """The largest finite magnitude among the inputs of the operation or, if `kind` is "weight", among the stored values of the
+    weights.
+    """
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
     remedy: str | None
     """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
     reason: str = ""
-    """If there is no remedy, the reason. If there is one, a note that the reference itself has values that are not finite, or "" if
-    it has none.
-    """
+    """Without a remedy: why there is none. With a remedy: a note that the reference has values that are not finite, or ""."""
     constant: float | None = None
-    """A constant in the model's code that the dtype can't represent: a mask that becomes infinite, or an epsilon that becomes 0."""
+    """The value of a constant in the model's code, if it is the cause because the dtype can't represent it: a mask that becomes
+    infinite, or an epsilon that becomes 0. Otherwise None.
+    """
     before: OutputDrift | None = None
     """The drift of the main output without the rule `remedy`."""
     after: OutputDrift | None = None

@@ -146,7 +146,7 @@ class CheckReport:
     unchecked: tuple[str, ...] = ()
     """Sentences that say what was not checked."""
     against: str | None = None
-    """The checkpoint with which the checked checkpoint was compared."""
+    """The name of the source checkpoint with which the checkpoint was compared; None if the user named no source."""
     coverage: Coverage | None = None
     """How many of the model's tensors the files have. The model's tensors are those of its architecture or, if this is unknown,
     those that the index lists. None if there is no index either.

@@ -322,11 +322,11 @@ SQUARED = "relative squared error"
 
 
 def unit_for(classes_dim: int | None, dimensions: int) -> str:
-    """Return the unit of the drift metric by which recipes are ranked, such as nats per token.
+    """Return the unit of the drift by which recipes are ranked, such as nats per token.
 
-    classes_dim: the dimension of the main output along which logits lie, or None if the output is no distribution. dimensions: the
-    output's number of dimensions. With three or more, logits in the last dimension mean one distribution per token, and logits in
-    another dimension one per pixel.
+    classes_dim: the dimension of the main output along which logits lie, or None if the output is no distribution. dimensions: how
+    many dimensions the output has. If it has three or more, logits in the last one mean a distribution for each token, and logits
+    in any other one a distribution for each pixel.
     """
     if classes_dim is None:
         return SQUARED

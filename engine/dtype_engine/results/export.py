@@ -60,8 +60,8 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from those of the source's tensor after it is cast to this dtype with `Tensor.to`; NaN equals NaN.
-    None for a tensor that is not the result of such a cast, because it was decoded from codes with scales.
+    """How many elements differ from a cast of the source's tensor to this tensor's dtype with `Tensor.to`; NaN equals NaN. None for
+    a tensor that is no such cast, because it was decoded from codes with scales.
     """
     max_abs: float
     """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of
@@ -70,7 +70,7 @@ class ComparedTensor:
 
     @property
     def exact(self) -> bool:
-        """Whether the tensor is the source's tensor, rounded to nearest by a cast to its dtype."""
+        """Whether the tensor equals a cast of the source's tensor to this tensor's dtype, rounded to nearest."""
         return self.differing == 0
 
 
@@ -106,7 +106,7 @@ class VerifyReport:
     rules: tuple[str, ...]
     tensors: int
     """How many tensors of the export were compared bit for bit. The export and its source are both read with other programs'
-    loaders.
+    loaders, so that an error of this program's own reader can't hide a difference.
     """
     nbytes: int
     differences: tuple[TensorDifference, ...]

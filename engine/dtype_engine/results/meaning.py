@@ -48,8 +48,8 @@ KL_Q2 = 0.4451
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""The SQNR in dB of normally distributed values after rounding to 1 bit: each keeps its sign, and all get the same magnitude, the
-best one (Max 1960).
+"""The SQNR in dB of normally distributed values after rounding to 1 bit, which leaves each value its sign and a common magnitude,
+chosen for the least error (Max 1960).
 """
 
 _KL: tuple[tuple[float, Word, str], ...] = (
@@ -89,8 +89,10 @@ class Meaning:
         return f"{self.word}: {self.why}"
 
 
-def _beneath(modules: Iterable[ModuleDrift]) -> str:
-    """Return words that say how far modules drift in a model whose output is identical to the reference's."""
+def _module_drift_words(modules: Iterable[ModuleDrift]) -> str:
+    """Return words about the drift of modules in a model whose output equals the reference's: how many modules drift, and the worst
+    SQNR.
+    """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     if not differing:
         return "nothing differs"
@@ -108,7 +110,7 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")
     if output.max_abs == 0:
-        return Meaning("exact", _beneath(modules))
+        return Meaning("exact", _module_drift_words(modules))
     if floor is not None and floor.covers(output):
         return Meaning("under the floor", "noise")
     if output.kl_mean is not None:

@@ -75,11 +75,11 @@ class ScanReport:
         return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
-        """Return the score for each pair of a weight's name and a dtype."""
+        """Return the scores by (weight's name, dtype)."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
 
     def totals(self) -> list[tuple[float, str]]:
-        """Return, for each dtype, the sum of all weights' scores and the dtype's name. The smallest sum comes first."""
+        """Return (sum of all weights' scores, dtype) for each dtype, smallest sum first."""
         scores: dict[str, list[float]] = {}
         for weight in self.weights:
             scores.setdefault(weight.dtype, []).append(weight.score)
@@ -105,7 +105,7 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A recipe near the limit of a search, with its predicted and its measured drift."""
+    """A recipe that a search measured because it is near the limit on bytes or drift, with its predicted and measured drift."""
 
     planned_bytes: int
     predicted: float

@@ -20,7 +20,9 @@ class SweepRow:
     drift: float
     """The drift by which recipes are ranked, in the report's unit. It is infinity if the output is not finite."""
     best: bool
-    """Whether the output is finite and no other recipe is at least as good in planned bytes and drift and better in one of them."""
+    """Whether the recipe is on the Pareto front: its output is finite, and no other recipe is at least as good in planned bytes and
+    drift and better in one of the two.
+    """
     output: OutputDrift
 
 

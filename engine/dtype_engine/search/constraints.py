@@ -46,8 +46,8 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class SearchConstraints:
-    """What the user requires of the recipe that a search finds: constraints on dtypes, and the largest size in bytes (`budget`,
-    None for no limit). `lines` are the lines in which the user typed both.
+    """What the user requires of the recipe that a search finds: constraints on dtypes, and the maximum size in bytes (`budget`;
+    None for no limit). `lines` is the text, line by line, from which both were parsed.
     """
 
     constraints: Constraints = field(default_factory=Constraints)
@@ -55,11 +55,10 @@ class SearchConstraints:
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """Return a copy of these constraints, changed as one more line of the user says. The line is `keep PATTERN`, `alike
-        PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or `clear`, which removes
-        all constraints.
+        """Return these requirements with one more line of the user applied. The line is `keep PATTERN`, `alike PATTERN`, `only
+        DTYPES`, `only PATTERN=DTYPES`, a budget such as `8MiB`, `45%` or `budget 8MiB`, or `clear`, which removes all requirements.
 
-        stored_bytes: the size of the stored model. A budget in percent is a percentage of this size. Raises UserError.
+        stored_bytes: the size of the stored model, of which a budget in percent is a share. Raises UserError for any other line.
         """
         if _SIZE.fullmatch(line):
             line = f"budget {line}"

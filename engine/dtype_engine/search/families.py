@@ -25,9 +25,8 @@ FUSING = ("vllm", "sglang")
 
 
 def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
-    """Return the constraints of a search for a model that a runtime must be able to load: the user's `constraints`, and those of
-    the runtime. Layers that the runtime fuses must have one format, and each weight may have only formats that fit its shape.
-    family: the name of the runtime.
+    """Return the user's `constraints` together with those of a runtime that must be able to load the model: layers that the runtime
+    fuses must have one format, and each weight may have only formats that fit its shape. family: the name of the runtime.
 
     If a pattern of the user and one of the runtime match the same weight, the user's pattern decides.
     """

@@ -29,8 +29,8 @@ _MOST_STATES = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One possible dtype of a weight, or of a group of weights that must have the same dtype (an `Item`), with the total bytes and
-    the total score of these weights in this dtype.
+    """One possible dtype of an `Item`, that is, of one weight or of several that must have the same dtype. `bytes` and `score` are
+    the totals of these weights in this dtype.
     """
 
     dtype: str
@@ -134,8 +134,8 @@ _MOST_EXPERTS = 1024
 
 
 def stays_wide(tree: Tree, name: str) -> bool:
-    """Return whether runtimes keep a weight in at least 16 bits: a norm or bias (one dimension), or a router, which is small but
-    affects the output strongly.
+    """Return whether runtimes keep a weight in at least 16 bits, so that a search should not give it a format with scales: a norm
+    or bias (one dimension), or a router, which is small but affects the output strongly.
     """
     shape = tree.tensors[name].shape
     module = name.rpartition(".")[0]
@@ -265,8 +265,8 @@ class ParetoFront:
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
-        """Return the solution for one choice of dtypes. chosen: for each item, the index in `Item.choices` of the dtype that it
-        has.
+        """Return the solution that results if each item has the dtype chosen for it. chosen: for each item, the dtype's index in
+        `Item.choices`.
         """
         planned = {
             name: item.choices[choice].dtype
@@ -295,7 +295,7 @@ def _slope(low: Choice, high: Choice) -> float:
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Return the indices in `choices`, the possible dtypes of an item, of those on the lower convex hull of score over bytes."""
+    """Return the indices of those possible dtypes of an item that lie on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
@@ -309,8 +309,9 @@ def _hull(choices: Sequence[Choice]) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class _State:
     """A partial solution of `knapsack`: one entry is chosen from each of the first rows, and none yet from the other rows.
-    `weight`, `cost` and `used` are sums over the chosen entries; `used` sums their reduced costs. `choice` is the index of the
-    entry chosen in the latest row, and `before` is the partial solution for the rows before it.
+
+    `weight`, `cost` and `used` are sums of the chosen entries' weights, costs and reduced costs. `choice` is the index of the entry
+    chosen in the last of these rows, and `before` is the partial solution for the rows before it.
     """
 
     weight: float

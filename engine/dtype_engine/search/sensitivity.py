@@ -1,8 +1,8 @@
 """Adds up the scores of a scan for a node, a layer or a recipe. A score is the drift of the model's output if only one weight is
 cast.
 
-To second order, the errors of different weights add up, so the score of a node, a layer or a recipe is the sum of the scores of its
-weights. This is an approximation, so the sum is always called predicted.
+To second order, the errors of different weights add up. The score of a node, a layer or a recipe is therefore the sum of its
+weights' scores. This is an approximation, so the sum is always called predicted.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
 
 
 def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
-    """Return, for each node, the sum of the scores in `dtype` of all weights at or below it. scores: the drift for each (weight,
-    dtype). A node is a module (the root is "") or a weight. A tied weight counts once in each module that contains it.
+    """Return, by node name, the sum of the scores in `dtype` of all weights at or below each node of the tree. A node is a module
+    (the root is "") or a weight. A tied weight counts once in each module that contains it.
+
+    scores: the drift for each (weight, dtype), from a scan.
     """
     sums: dict[str, float] = {}
     for name, tensor in tree.tensors.items():
@@ -113,8 +115,8 @@ class LayerMap:
 
 
 def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> LayerMap:
-    """Return the scores in `dtype` as a table by layer and kind of weight. scores: the drift for each (weight, dtype). A weight's
-    layer is its name up to the first number. Its kind is the rest of its name, with `*` for further numbers.
+    """Return the scores in `dtype` as a table by layer and kind of weight. scores: the drift for each (weight, dtype), from a scan.
+    A weight's layer is its name up to the first number. Its kind is the rest of its name, with `*` for further numbers.
     """
     layers: dict[str, None] = {}
     kinds: dict[str, None] = {}

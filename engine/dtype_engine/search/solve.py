@@ -7,9 +7,9 @@ from dtype_engine.search.pareto import ParetoFront, Solution
 
 
 def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """Return the best solution of a search under one limit: with the lowest predicted drift in `budget` bytes, or with the fewest
-    bytes for a predicted drift of `max_drift`. Raises UserError unless exactly one limit is given, and OutOfReach if no solution
-    meets it.
+    """Return the best solution of a search under one limit: the one with the lowest predicted drift in `budget` bytes, or the one
+    with the fewest bytes whose predicted drift is at most `max_drift`. Raises UserError unless exactly one limit is given, and
+    OutOfReach if no solution meets it.
     """
     if (budget is None) == (max_drift is None):
         raise UserError("a search needs either a budget in bytes or the largest drift that is allowed")

@@ -103,8 +103,8 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """Whether to count, in any case, the weight values that casts make infinite or zero. If False and the model is not loaded, they
-    are not counted when this would mean reading many bytes of the checkpoint's files.
+    """For a model that is not loaded: whether to count the weight values that casts make infinite or zero even if this means
+    reading many bytes of the checkpoint's files.
     """
     in_full: bool = False
     """Whether to run all inputs and compare the outputs of modules over all of them. If a measurement is already running, it is
@@ -135,7 +135,7 @@ class FindNonfinite(FollowUp, frozen=True):
 
 
 class FindLossRemedy(FollowUp, frozen=True):
-    """Find rules that keep the weight values which the current recipe's casts make infinite or zero."""
+    """Find rules that prevent the current recipe's casts from making weight values infinite or zero."""
 
     name = "losses"
     report: dtype_engine.results.drift.DriftReport | None

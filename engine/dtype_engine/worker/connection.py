@@ -38,7 +38,7 @@ ENGINE_ENDED = 70
 
 
 class NoAnswer(UserError):
-    """The started process sent no message of dtype-engine. status: its exit status, or None while it is running."""
+    """Raised if the started process sends no message of dtype-engine. status: its exit status, or None while it is running."""
 
     def __init__(self, message: str, status: int | None, words: str) -> None:
         super().__init__(message)
@@ -74,7 +74,9 @@ class EngineCommand:
         return any(SESSION in argument for argument in self.arguments)
 
     def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
-        """Start the engine. session: the engine's token. attended: whether a password prompt can be answered. Raises UserError."""
+        """Run the command, and return the process. session: the token that replaces the placeholder SESSION in it. attended:
+        whether somebody can answer a question for a password. Raises UserError.
+        """
         arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
             return start_process([word.replace(SESSION, session) for word in arguments], own_group=not attended)
@@ -88,7 +90,9 @@ def new_session() -> str:
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
-    """Start a process with pipes for all streams. own_group: whether to protect it from the terminal's signals. Raises OSError."""
+    """Start a process whose standard streams are pipes to this program, and return it. own_group: whether to protect it from
+    signals of the terminal, such as Ctrl+C. Raises OSError.
+    """
     return subprocess.Popen(
         arguments,
         stdin=subprocess.PIPE,
@@ -100,7 +104,7 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
 
 
 def signal_words(number: int) -> str:
-    """Return the probable reason why a signal has ended an engine."""
+    """Return the probable reason why a signal has ended an engine, for an error message. number: the number of the signal."""
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     match number:
         case signal.SIGKILL:
@@ -173,7 +177,9 @@ class Connection:
         return hello
 
     def open_model(self, request: control.Open) -> str:
-        """Open a model in a new engine and return its title. Raises UserError if it is missing, or if a rule matches nothing."""
+        """Let a new engine open a model, and return the model's title. Raises UserError if the engine's machine has no such model,
+        or if a rule matches nothing.
+        """
         from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
 
@@ -215,7 +221,9 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """Return words that say whether and how the process has ended, and the last line that it wrote to standard error."""
+        """Return words for an error message: whether the process has ended, with which status, and the last line that it wrote to
+        standard error.
+        """
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before the process does
         except subprocess.TimeoutExpired:

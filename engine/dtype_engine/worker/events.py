@@ -97,7 +97,9 @@ class CastingProgress(Event, frozen=True):
 
 
 class CastDone(Event, frozen=True):
-    """Reports that all tensors of the live model, if there is one, now have their planned dtypes."""
+    """Reports that the live model is cast to the recipe. If the model could not be loaded, only the values that the casts would
+    make infinite or zero are counted.
+    """
 
     recipe: Recipe
     lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None
@@ -107,7 +109,7 @@ class CastDone(Event, frozen=True):
 
 
 class LossRemedyFound(Event, frozen=True):
-    """Reports rules that keep the weight values which the recipe's casts make infinite or zero, and the drift of the output without
+    """Reports rules that prevent the recipe's casts from making weight values infinite or zero, and the drift of the output without
     and with these rules.
     """
 
@@ -299,7 +301,7 @@ class Failed(Event, frozen=True):
     recipe: Recipe
     message: str
     module: Name | None = None
-    """The module that caused the error, if one did."""
+    """The module of the model in which the error arose; None if it is unknown."""
 
 
 class Refused(Event, frozen=True):

@@ -15,11 +15,13 @@ _MOST_BEFORE_THE_MARK = 1 << 20
 
 
 class WireError(Exception):
-    """The other process sent data that no dtype-engine of this version sends."""
+    """Raised if the other process sends data that no dtype-engine of this version sends."""
 
 
 class FrameReader:
-    """Reads the messages of a stream. read(n): returns up to n bytes as soon as any arrive, or no bytes at the stream's end."""
+    """Reads the messages of a byte stream. read(n): a function that waits for bytes and returns at most n of them, or b"" at the
+    end of the stream.
+    """
 
     def __init__(self, read: Callable[[int], bytes]) -> None:
         self._read = read
@@ -27,8 +29,8 @@ class FrameReader:
         self._buffer = bytearray()
 
     def find_mark(self, compressed: bool) -> bool:
-        """Skip everything up to the mark, such as a login shell's text. Returns False if there is no mark. compressed: whether the
-        rest of the stream is compressed. Raises WireError.
+        """Skip everything before the mark, such as a login shell's text. Returns False if the stream ends without a mark.
+        compressed: whether the rest of the stream is compressed. Raises WireError if no mark comes within a megabyte.
         """
         while (index := self._buffer.find(MARK)) < 0:
             if len(self._buffer) > _MOST_BEFORE_THE_MARK:

@@ -24,9 +24,10 @@ def kept_scans_folder() -> Path:
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
-    """Make a scan save its results in a file after every sequence, and continue from the results that an earlier engine saved for
-    the same weights, inputs, dtypes and library versions. If the file can't be written, `on_unsaved` is called once with the
-    reason, and the scan continues unsaved.
+    """Make a scan save its results in a file after every sequence. If an earlier engine saved results for the same weights, inputs,
+    dtypes and library versions, the scan continues from them.
+
+    If the file can't be written, `on_unsaved` is called once with the reason, and the scan continues unsaved.
     """
     if scan.save is not None:
         return

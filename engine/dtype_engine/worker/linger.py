@@ -111,7 +111,9 @@ def _reach(
 
 @contextlib.contextmanager
 def _folder_locked() -> Iterator[None]:
-    """Lock the working directory during the block. Without the lock, two relays that start together might both start an engine."""
+    """A context manager that locks the working directory. Otherwise, two relays that start at the same time might both start an
+    engine.
+    """
     lock = os.open(".", os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

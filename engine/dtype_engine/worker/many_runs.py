@@ -1,5 +1,5 @@
-"""Runs work that consists of many independent runs of the model (scans, searches for the causes of drift, measurements of several
-recipes): in worker processes if the user requested them, otherwise in this process.
+"""Runs work for which the model is run many times independently: scans, searches for the causes of drift, and measurements of
+several recipes. It uses worker processes if the user requested them, otherwise this process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class ManyRuns:
         self._emit = emit
         self._workers: Workers | None = None
         self._measuring: MeasureRecipes | None = None
-        """The `MeasureRecipes` command that ran last. If it was interrupted and runs again, it skips the recipes in `_measured`."""
+        """The `MeasureRecipes` command that ran last. If it was interrupted and runs again, the recipes whose indexes are in
+        `_measured` are skipped.
+        """
         self._measured: set[int] = set()
 
     def close(self) -> None:
@@ -45,7 +47,9 @@ class ManyRuns:
             self._workers.close()
 
     def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
-        """Run a scan, or continue it if it was stopped before, and emit its progress. Raises the errors of `Session.scan`."""
+        """Run the scan that `command` requests, or continue it if it was stopped before, and emit its results and progress. Raises
+        the errors of `Session.scan`. recipe: the current recipe, which progress events name; the scan does not depend on it.
+        """
         from dtype_engine.runtime.scan.scan import Scan as ScanInParts
 
         def on_estimate(report: ScanReport) -> None:
@@ -81,7 +85,9 @@ class ManyRuns:
         self._emit(events.ScanUpdated(report, True))
 
     def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
-        """Return the modules in which the drift of the session's recipe arises. Raises the errors of `Session.causes`."""
+        """Return the modules in which the drift of the session's recipe arises. recipe: this recipe, which progress events name.
+        Raises the errors of `Session.causes`.
+        """
         with self._over(session, session.plan.planned_bytes) as over:
             if over is None:
                 return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)
@@ -92,7 +98,9 @@ class ManyRuns:
             return work.causes(session, over, self._reporter(recipe, "causes", over), token)
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
-        """Measure several recipes, then cast to `recipe` again. Raises the errors of `Session.drift`."""
+        """Measure the recipes in `command` and emit each result. At the end, cast the session to `recipe`, the current one, again.
+        Raises the errors of `Session.drift`.
+        """
         from dtype_engine.evaluation import work
 
         if command is not self._measuring:
@@ -113,8 +121,8 @@ class ManyRuns:
 
     @contextmanager
     def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
-        """Yield the worker processes with the session's model open in them, or None if the work should run in this process. If the
-        processes can't be started or fail, they are closed, and the next call starts new ones.
+        """A context manager that yields the worker processes, with the session's model open in them. It yields None if the work
+        should run in this process. If the processes can't be started or fail, they are closed, and the next call starts new ones.
 
         private: how many bytes each process needs in addition to the mapped checkpoint. needed: whether there is any work; if
         False, None is yielded.

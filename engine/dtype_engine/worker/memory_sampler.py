@@ -15,7 +15,7 @@ _INTERVAL_S = 0.25
 
 
 class MemorySampler:
-    """A thread that emits `Memory` events four times a second while the worker is `busy`, once a session is open."""
+    """A thread that emits `Memory` events four times a second while the event `busy` is set, but none until `session` is set."""
 
     def __init__(self, emit: Callable[[events.Event], None]) -> None:
         self.busy = threading.Event()

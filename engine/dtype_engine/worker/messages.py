@@ -76,8 +76,8 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Return the encoded form of types that msgspec does not know: a Path as a string, and a tree as None, because its parts are
-    sent before the event.
+    """Encode a value of a type that msgspec does not know: a Path becomes a string, and a tree None, because its parts are sent
+    before the event. msgspec calls this as its `enc_hook`.
     """
     if isinstance(value, Tree):
         return None
@@ -141,7 +141,9 @@ class AnswerDecoder:
             raise WireError(str(error)) from None
 
     def _tree_of(self, kind: type, value: object) -> Tree:
-        """Return the tree of an event, built from the parts that arrived before the event. This is msgspec's `dec_hook`."""
+        """Return the tree that an event contains, built from the `TreePart` messages before the event. msgspec calls this as its
+        `dec_hook` for the field, whose encoded `value` is None. Raises ValueError for a field of another type.
+        """
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
         self._tree = self._made_tree()
@@ -216,8 +218,8 @@ def _safe_fields(value: Any) -> dict[str, Any]:
 
 @lru_cache
 def _fields(kind: Any) -> dict[str, bool]:
-    """Return, for each field of a class of events or results, whether the field's type is `Name` or contains `Name`, as in
-    `tuple[Name, ...]`.
+    """Return, for each field of a class of events or results, whether its values may contain a `Name`, which must not be escaped.
+    The field's type decides: `Name` itself, or a container such as `tuple[Name, ...]`.
     """
     hints = typing.get_type_hints(kind, include_extras=True)
     if issubclass(kind, msgspec.Struct):

@@ -122,8 +122,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the session, after emitting the tree of the headers if `read_headers` is set. on_step: called with a description of each
-    step. Raises NoForward, UserError.
+    """Open the model in a session, and return the session. If `read_headers` is set, the tree of the headers is emitted before.
+    on_step: called with a description of each step. Raises NoForward, UserError.
     """
     source = model.source
     if source.kind == "checkpoint":
@@ -150,8 +150,8 @@ def _opened(
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
-    """Call `emit` with the tree of a model that can't be run. It has module classes and tied weights if the architecture is
-    known.
+    """Emit the tree of a model that could not be loaded. If its architecture is known, the tree has module classes and tied
+    weights.
     """
     from dtype_engine.runtime.model.describe import describe
 

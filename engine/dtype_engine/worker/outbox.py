@@ -9,8 +9,8 @@ from dtype_engine.worker import events
 
 
 class Outbox:
-    """A thread-safe queue of events on their way to the app. If a newer event of the same type replaces what a waiting event
-    reports, such as progress (`REPLACEABLE`), the waiting event is dropped.
+    """A thread-safe queue of events on their way to the app. A new event of a type in `REPLACEABLE`, such as progress, replaces a
+    waiting event of the same type.
 
     keep: whether events that were taken stay stored until the app acknowledges them. After the app has reconnected, `take` returns
     them again. Events are numbered in the order in which they were first taken.

@@ -40,8 +40,8 @@ class PlannedLosses:
         cancelled: IsCancelled,
         read_all: bool = False,
     ) -> None:
-        """Emit a `CastDone` event with the numbers of weight values that the recipe's casts make infinite or zero and, if there are
-        any, a `LossRemedyFound` event with rules that keep these values.
+        """Emit a `CastDone` event with the numbers of weight values that the recipe's casts make infinite or zero. If there are
+        any, also emit a `LossRemedyFound` event with rules that prevent this.
 
         If more than `MAX_AUTOMATIC_BYTES` would have to be read for this and `read_all` is False, nothing is read, and the
         `CastDone` event says how many bytes it would be. Raises Cancelled.

@@ -82,7 +82,8 @@ def clear_up(request: SaveRequest) -> None:
 
 
 class EngineProcess(Engine):
-    """An engine in a process that this object starts and in which it opens `model`. `emit` is called from this object's threads.
+    """An engine in a process of its own, which this object starts and in which it opens `model`. `emit` is called with the engine's
+    events, from this object's threads.
 
     process: a process that was already started with `command`. connection: a connection to an engine that has already answered and
     has been asked to open the model. session: the token that identifies the engine when the app reconnects to it.
@@ -110,7 +111,7 @@ class EngineProcess(Engine):
         self._connection = connection
         self._session = session or new_session()
         self._lock = threading.RLock()
-        """Guards the fields below."""
+        """Must be held to read or change the fields that are declared after it."""
         self._in_force = _InForce()
         self._requests: list[Message] = []
         """Requests to send after `Open`. They are kept until there is a connection; for a lingering engine also afterwards, because
@@ -124,7 +125,9 @@ class EngineProcess(Engine):
         """How many events this object has received from the current engine."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
-        """The save requests that the engine has not completed yet. The first one may be running."""
+        """The save requests that the engine has not completed yet, in order. If an engine on this machine dies, their unfinished
+        files are removed.
+        """
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -198,7 +201,9 @@ class EngineProcess(Engine):
                 connection.kill()
 
     def _send(self, request: Message) -> None:
-        """Send a request if there is a connection, and store it if it may have to be sent later. The caller must hold the lock."""
+        """Send a request if there is a connection. Also store it if it may have to be sent again later. The caller must hold the
+        lock.
+        """
         if self._ended:
             return  # the next engine gets the current recipe, settings and inputs
         if self._command.lingers or not self._is_connected:
@@ -207,7 +212,9 @@ class EngineProcess(Engine):
             self._connection.send(request)
 
     def _send_kept(self, connection: Connection, received: int) -> None:
-        """Send the stored requests except the first `received`, which the engine already has. Later requests are sent at once."""
+        """Send the stored requests, except the first `received`, which the engine already has. From then on, new requests are sent
+        at once.
+        """
         with self._lock:
             for request in self._requests[received:]:
                 connection.send(request)
@@ -256,8 +263,8 @@ class EngineProcess(Engine):
         return reason
 
     def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
-        """Read the events that the engine sends, and emit them, until the connection ends. Returns why the engine has ended, or
-        None if only the connection was cut.
+        """Read the events that the engine sends over `connection`, and pass them to the app, until the connection ends. Returns why
+        the engine has ended, or None if only the connection was cut.
         """
         from dtype_engine.worker.frames import WireError
 
@@ -279,7 +286,9 @@ class EngineProcess(Engine):
         return f"{name} ended: {self._why(status, connection)}"
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
-        """Emit one event of the engine. Raises WireError for an event that only this class may emit."""
+        """Process one decoded message of the engine: update the state of this object, and pass an event on to the app. answer: None
+        for a part of a tree, which needs no processing. Raises WireError for an event that only this class may emit.
+        """
         from dtype_engine.worker.frames import WireError
 
         match answer:
@@ -309,7 +318,6 @@ class EngineProcess(Engine):
         self._emit(answer)
 
     def _forget_saves(self, count: int) -> None:
-        """Remove the oldest `count` save requests, which the engine has completed or dropped."""
         with self._lock:
             self._pending = self._pending[count:]
 
@@ -372,7 +380,9 @@ class EngineProcess(Engine):
         raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
-        """Return the reason why a process ended with the exit status `status`, as far as it is known."""
+        """Return the probable reason why the engine's process ended with the exit status `status`: its last words or, if a signal
+        ended it (-n for signal n), a guess from the signal.
+        """
         if status >= 0:
             return connection.last_words()
         return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")

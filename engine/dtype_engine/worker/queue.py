@@ -89,8 +89,8 @@ def merge(queue: Queue, request: Request) -> Queue:
 
 
 def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
-    """Return the queue after the model was opened or could not be opened. Waiting commands that need a model or files which are not
-    available are refused with `reason`.
+    """Return the queue once the attempt to open the model has ended. available: what commands can use now. Waiting commands that
+    need more are refused with `reason`.
     """
     result = replace(queue, available=available, unavailable_reason=reason, waiting=())
     for command in queue.waiting:
@@ -128,8 +128,8 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after the app was told which commands were refused, stopped or dropped. Refused commands are forgotten.
-    Stopped and dropped commands are forgotten too, unless a command is still running.
+    """Return the queue after the app was told which commands were refused, stopped or dropped, so that it is not told again. While
+    a command is running, the stopped and dropped commands are kept, because they are reported only once it has ended.
     """
     if queue.running is not None:
         return replace(queue, refused=())
@@ -147,7 +147,7 @@ def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
 
 
 def supersedes(newer: Command, older: Command) -> bool:
-    """Return whether `older` need not run, because `newer` will run."""
+    """Return whether the waiting command `older` becomes superfluous when the command `newer` is added."""
     if isinstance(newer, Measure):
         return isinstance(older, Measure | ApplyRecipe | FollowUp)
     return newer.once and type(newer) is type(older)

@@ -53,9 +53,10 @@ kind.
 
 
 class CommandRunner:
-    """Runs commands on the worker's thread. emit_memory: called when the casts of a measurement have changed the memory in use.
-    in_full: returns whether the running measurement must run all inputs and compare modules over all of them, even if the options
-    request fewer.
+    """Runs commands on the worker's thread.
+
+    emit_memory: called when the casts of a measurement have changed the memory in use. in_full: a function that returns whether the
+    user wants the running measurement to run all inputs and to compare modules over all of them. If so, this overrides the options.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class CommandRunner:
         self._many.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Run one command for `recipe`. Returns the commands that the queue must run next to complete it. Raises Cancelled, and the
-        session's errors.
+        """Run one command. Returns the commands that the queue must run next to complete it. recipe, settings: the current ones.
+        Raises Cancelled, and the session's errors.
         """
         session = self._model.session
         if session is not None:
@@ -262,7 +263,10 @@ class CommandRunner:
         self._emit(events.FilesChecked(recipe, found))
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
-        """Write the requested file or folder. A failure is emitted as `Saved`, because it does not affect the recipe's metrics."""
+        """Write the file or folder that the command requests, and emit the result. A failure is emitted as a `Saved` event, because
+        it does not affect the recipe's metrics. Returns `ApplyRecipe` if the save has cast the model to a recipe that is not the
+        current one, otherwise nothing.
+        """
         from dtype_engine.worker.writer import SaveContext, compose, run_save
 
         request = command.request

@@ -54,8 +54,8 @@ class EngineServer:
         return self._paused_since if self._paused_since is not None and self._running == "scan" else self._idle_since
 
     def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
-        """Receive requests from one connection and send events over it, until it ends. Returns True if the app has closed it, and
-        False if it was cut.
+        """Talk to one app until the connection ends: read its requests, and write the worker's events. Returns True if the app has
+        closed the connection, and False if it was cut.
         """
         from dtype_engine.core.version import __version__
         from dtype_engine.worker import messages
@@ -100,7 +100,9 @@ class EngineServer:
             self._worker.close()
 
     def _open(self, request: control.Open, writer: FrameWriter) -> bool:
-        """Find the model and start the worker. If the model does not exist here, send the reason to the app and return False."""
+        """Find the model that `request` names and start the worker. Sends the app the model's title or why the model can't be
+        opened. Returns whether the worker was started.
+        """
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files

@@ -65,7 +65,7 @@ class Worker(Engine):
         self._emit = emit
         self._read_headers = read_headers
         self._changed = threading.Condition()
-        """Guards the queue and the token."""
+        """Must be held to read or change the queue and the token. It is notified when the queue changes."""
         self._queue = Queue(settings=options.settings)
         self._token = CancelToken()
         """Cancelling this token stops the running command. Each command gets a new token."""
@@ -73,7 +73,7 @@ class Worker(Engine):
         self._model: OpenModel | None = None
         """The opened model. It is set once, before `_opened` is set."""
         self._opened = threading.Event()
-        """Set when the model is open, and by `close`."""
+        """Ends the wait of threads that need the model: set when the model is open, and by `close`."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
@@ -177,7 +177,7 @@ class Worker(Engine):
             return queue, token
 
     def _run(self, runner: CommandRunner, queue: Queue, token: CancelToken) -> None:
-        """Run the command that the queue has taken. A failure is emitted as an event, and the session continues."""
+        """Run `queue.running`, the current command. A failure is emitted as an event, and the session continues."""
         command, recipe = queue.running, queue.recipe
         assert command is not None
         outcome: Literal["done", "failed", "interrupted"] = "failed"
@@ -201,8 +201,8 @@ class Worker(Engine):
             self._replace_queue(finish(self._queue, outcome, follow_ups))
 
     def _emit_failure(self, recipe: Recipe, command: Command, message: str, module: str | None = None) -> None:
-        """Emit `Failed` for a measurement, which then has no metrics, and `Refused` for any other command. module: the model's
-        module that caused the error, if one did.
+        """Emit that `command` failed: as `Failed` for a measurement, which then has no metrics, and as `Refused` for any other
+        command. module: the model's module that caused the error, if one did.
         """
         if isinstance(command, Measure):
             self._emit(events.Failed(recipe, message, module))
@@ -210,7 +210,9 @@ class Worker(Engine):
             self._emit(events.Refused(command.name, message))
 
     def _plan_export(self, queue: Queue) -> None:
-        """Emit the plan of an export, or the reason why there is none. This is the body of a separate thread."""
+        """Emit what an export of the current recipe would write, or why there can be no export. Runs in a thread of its own,
+        because it waits until the model is open.
+        """
         from dtype_engine.worker.writer import SaveContext, plan_export
 
         self._opened.wait()

@@ -103,8 +103,8 @@ def compose(
 
 
 def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts make values infinite or zero, or None if such values were not counted before. Nothing is
-    read or counted for this.
+    """Return the weights in which casts make values infinite or zero, if such values were counted before; otherwise None. No values
+    are read for this.
     """
     session = context.model.session
     if session is not None:
@@ -113,8 +113,8 @@ def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:
 
 
 def _losses(context: SaveContext, max_bytes: int = MAX_AUTOMATIC_BYTES) -> tuple[ValueLoss, ...] | None:
-    """Return the weights in which casts make values infinite or zero. If the model is not loaded, the checkpoint's files are read
-    for casts that were not counted before. Returns None if more than `max_bytes` would have to be read.
+    """Return the weights in which the recipe's casts make values infinite or zero. If the model is not loaded, values in the
+    checkpoint's files are counted. Returns None if this would require reading more than `max_bytes`.
     """
     model = context.model
     if model.session is not None:
@@ -143,8 +143,8 @@ def _contents(context: SaveContext) -> Contents:
 
 
 def _contents_to_write(context: SaveContext) -> Contents:
-    """Return what an export writes, including scales for activations. If computing these scales requires a forward pass, the
-    session's model is first cast to the recipe and run on the inputs.
+    """Return what an export of the recipe writes. If it includes scales for activations (NVFP4), these are computed first: the
+    model is cast to the recipe and run on the inputs.
     """
     from dtype_engine.runtime.export.input_scales import needs_calibration
 
@@ -201,7 +201,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, str]:
-    """Measure the drift of the recipe. Returns the report, or None and the reason why there is no report."""
+    """Measure the drift of the recipe. Returns (report, ""), or (None, why there is no report)."""
     session = context.model.session
     if session is None:
         return None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"

@@ -229,7 +229,7 @@ def test_an_export_is_compared_over_processes_and_a_changed_value_found(
     session.apply(de.Recipe.of([de.Rule.parse("*.mlp=fp8"), de.Rule.parse("*.o_proj=int8")]))
     out = tmp_path / "out"
     session.export(out)
-    monkeypatch.setattr(work, "_MOST", 3)  # several pieces
+    monkeypatch.setattr(work, "_GROUP_TENSORS", 3)  # several groups
     options = de.Options(device="cpu", threads=1)
     counted: list[tuple[int, int]] = []
 

@@ -252,9 +252,9 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """Return the model that the user chooses from a list, for a command line that names none, or the demo if it is the only choice.
-
-    Returns None if the user leaves without choosing. Exits if the picker fails; the picker has then reported the error.
+    """Let the user choose a model from a list, because the command line names none. Returns the model, or the demo without asking
+    if there is no other choice. Returns None if the user leaves without choosing. Exits if the picker fails; the picker has then
+    reported the error.
     """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate

@@ -32,8 +32,8 @@ class GuardedServer(Server):
     (DNS rebinding). Therefore every request must carry the token, must be addressed to a host name that only this server can have,
     and must not come from another page. The server answers all other requests with status 403.
 
-    A connection that has sent no request with the token is a stranger's. Strangers take few file descriptors, so that they can't
-    use up those that the user's connections and the app need.
+    A connection that has sent no request with the token is a stranger's. The number of strangers' connections is limited, so that
+    enough file descriptors are left for the user's connections and the app.
 
     Attributes:
         token: The secret path.

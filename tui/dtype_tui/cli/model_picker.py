@@ -61,7 +61,9 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """offers: the models to list. check: called with the chosen or typed name. Raises UserError if there is no such model."""
+        """offers: the models to list. check: a function that is called with the chosen or typed name, and raises UserError if there
+        is no such model.
+        """
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check

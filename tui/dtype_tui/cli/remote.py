@@ -97,10 +97,10 @@ def command_from(line: str) -> EngineCommand:
 
 
 def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
-    """Connect to the engine and let it find the model. engine_command: the command that starts the engine; if None, ssh is used.
-    This happens before the screen opens, so that ssh can ask for a password.
+    """Connect to an engine and let it open the model, with the options and the recipe. Returns the connection. engine_command: the
+    command that starts the engine; if None, ssh is used. This happens before the screen opens, so that ssh can ask for a password.
 
-    Raises UserError if the engine can't be reached or the model can't be found.
+    Raises UserError if the engine can't be reached, the model can't be found, or a rule matches nothing.
     """
     if engine_command is None:
         assert model is not None

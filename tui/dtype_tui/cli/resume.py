@@ -35,10 +35,10 @@ def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> 
 def saved_session(model: str | None) -> SavedSession:
     """Return the session that `--resume` resumes: the newest session of `model`, or the newest of all if `model` is None.
 
-    If the model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python finds it.
-
-    Raises UserError if there is no such session. Also raises UserError if `model` is None, the saved session names Python code as
-    its model, and another user could have written the session's file. The user then has to name the code on the command line.
+    If the session's model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python
+    finds the module. Raises UserError if there is no such session. Also raises UserError if `model` is None, the saved session
+    names Python code as its model, and another user could have written the session's file. The user then has to name the code on
+    the command line.
     """
     saved = newest_session(model)
     if not is_python(saved.model):

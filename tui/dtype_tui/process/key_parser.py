@@ -34,8 +34,8 @@ class KeyParser(XTermParser):
         self._pasted: str | None = None
         """While a paste is arriving, the part of its text that has arrived; otherwise None."""
         self._begun = ""
-        """The last characters that have arrived, if `_PASTE` begins with them and the rest of it may follow; otherwise "".
-        Textual's parser has got only the first of them, Escape.
+        """The last characters that have arrived, such as Escape and `[20`, while they may still become `_PASTE`; otherwise "".
+        Textual's parser has got only their first one, Escape.
         """
 
     def feed(self, data: str) -> Iterable[Message]:

@@ -13,8 +13,8 @@ from collections.abc import Callable
 def exit_on_terminal_loss(on_exit: Callable[[], None]) -> None:
     """Call `on_exit` and then `os._exit` when the terminal is gone.
 
-    Without this, the program would wait forever: the hang-up signal does not end it, Textual's writer thread fails with an OSError,
-    and the queue of this thread fills up.
+    Without this, the program would wait forever: the hang-up signal does not end it, and Textual's writer thread fails with an
+    OSError, so that the queue of this thread fills up.
     """
     before = threading.excepthook
 

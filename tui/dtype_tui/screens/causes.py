@@ -32,8 +32,8 @@ _LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
-    """Plots the SQNR of every module's output in the order of the forward pass, in two series: as measured under the whole recipe,
-    and if only this module is cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
+    """Plots the SQNR of every module's output in the order of the forward pass, in two series: under the whole recipe, and with
+    only the module itself cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
     """
 
     DEFAULT_CSS = """
@@ -111,9 +111,9 @@ class CausesScreen(ModalScreen[None]):
         if local:
             legend = Text("SQNR in dB, modules in order:  ⠒ as measured  o its own error alone", style="dim")
         self.query_one("#legend", Static).update(legend)
-        whole = [(float(index), _drawn(modules[name].sqnr_db)) for index, name in enumerate(names)]
-        own = [(float(index), _drawn(local.get(name))) for index, name in enumerate(names)]
-        labels = [_short(name) for name in names]
+        whole = [(float(index), _plot_y(modules[name].sqnr_db)) for index, name in enumerate(names)]
+        own = [(float(index), _plot_y(local.get(name))) for index, name in enumerate(names)]
+        labels = [_short_label(name) for name in names]
         starts = [
             (float(index), label)
             for index, label in enumerate(labels)
@@ -140,14 +140,14 @@ class CausesScreen(ModalScreen[None]):
                 self.show_figures()
 
 
-def _drawn(sqnr_db: float | None) -> float:
+def _plot_y(sqnr_db: float | None) -> float:
     """Return the SQNR as the plot's y, or NaN if it is unknown. The plot omits points with NaN, and points with infinity, which is
     the SQNR of modules without any drift.
     """
     return math.nan if sqnr_db is None else sqnr_db
 
 
-def _short(name: str) -> str:
+def _short_label(name: str) -> str:
     """Return a short label of a module: the numbered part of its name, such as `layers.3`, or its last part if none is numbered."""
     shown = printable(name, 200)
     parts = shown.split(".")

@@ -51,7 +51,7 @@ class ChoiceScreen(ModalScreen[Result]):
 
     @property
     def lines(self) -> Static:
-        """The widget that shows the lines. It is found by its container, because a subclass may add a Static for messages."""
+        """The widget that shows the lines, as opposed to any widget for messages that a subclass adds."""
         return self.query_one("VerticalScroll > Static", Static)
 
     def draw(self) -> Text:

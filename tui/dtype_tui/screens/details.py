@@ -106,9 +106,8 @@ def _output_words(experiment: Experiment) -> str:
 
 
 def _over(report: DriftReport | None) -> str:
-    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`.
-
-    Returns "" if it covers all sequences, or if the number is unknown.
+    """Return how many sequences the modules' drift covers, such as `, over 2 of 6 sequences`. Returns "" if it covers all, and if
+    there is no report.
     """
     extent = modules_extent_text(report) if report is not None else ""
     return f", over {extent}" if extent else ""

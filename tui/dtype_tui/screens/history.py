@@ -30,7 +30,7 @@ _OTHER_MARK = "+"
 _RULES = "rules"
 _RULES_WIDTH = 22
 """Minimum width in cells of the column of rules. Other columns are left out if the column of rules would be narrower."""
-_LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
+_OPTIONAL_COLUMNS = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
 """Columns that may be omitted in a narrow window, in the order in which they are omitted."""
 _PADDING = 2
 
@@ -174,7 +174,6 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.call_after_refresh(self._fit)
 
     def _fit(self) -> None:
-        """Adapt the rows and the plot to the window's new size."""
         if self._filled_for != self._width:
             self._fill(self._at)
         else:
@@ -237,11 +236,11 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
     """Return the columns that fit into `width` cells, and their widths. rows: the cells of the table, by column name. The last
     column, with the rules, gets all remaining cells.
 
-    If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _LEAVE.
+    If too few cells would remain for the rules, other columns are left out: first empty columns, then those in _OPTIONAL_COLUMNS.
     """
     widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
     wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
-    for name in sorted(_LEAVE, key=lambda name: any(row[name] for row in rows)):
+    for name in sorted(_OPTIONAL_COLUMNS, key=lambda name: any(row[name] for row in rows)):
         if sum(widths.values()) + _PADDING * len(widths) + wanted <= width:
             break
         del widths[name]

@@ -1,4 +1,4 @@
-"""The window that shows the inputs of each call of the model, and has a line in which the user names other inputs."""
+"""The window that shows the model's inputs, call by call, and has a line in which the user names other inputs."""
 
 from __future__ import annotations
 

@@ -32,7 +32,6 @@ class JobsScreen(ChoiceScreen[None]):
         super().__init__(len(self._jobs()))
 
     def _jobs(self) -> list[str]:
-        """Return the names of the jobs: the running one, then the waiting ones."""
         activity = self._activity
         return [activity.running, *activity.waiting] if activity.busy else []
 

@@ -43,7 +43,7 @@ KINDS: tuple[tuple[str, str], ...] = (
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 WRITTEN_THERE = ("checkpoint", "report")
-"""The kinds of file that a remote engine writes on its own machine, so that their paths refer to that machine."""
+"""The kinds of file that an engine on another machine writes to that machine, so that their paths are paths there."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):

@@ -92,10 +92,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
         return text
 
     def _choices(self, index: int) -> tuple[tuple[object, str], ...]:
-        """Return a setting's possible values.
-
-        They include the current value, even if this window does not offer it and only the command line does.
-        """
+        """Return a setting's possible values. They include the current value, even if only the command line offers it."""
         field, _, choices, _ = CHOICES[index]
         value = getattr(self._settings, field)
         return choices if value in [each for each, _ in choices] else (*choices, (value, str(value)))

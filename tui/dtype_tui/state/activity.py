@@ -48,9 +48,7 @@ class Activity:
         self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
-        """Return what the engine is doing, or "" if it is idle, and the fraction of this work that is done, from 0 to 1, or None if
-        unknown.
-        """
+        """Return (what the engine is doing, or "" if it is idle; how much of this is done, from 0 to 1, or None if unknown)."""
         return (self.what, self.share) if self.busy else ("", None)
 
     @property

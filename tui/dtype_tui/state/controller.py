@@ -123,7 +123,7 @@ class Controller:
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
     ) -> None:
-        """Handle the end of a job. If the job was refused or stopped, earlier measurements stay valid."""
+        """Tell the user that a save has ended, or that a job has failed or was refused or stopped, and update the state."""
         match event:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")

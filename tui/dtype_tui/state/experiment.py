@@ -51,7 +51,7 @@ class ModelFacts:
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
-    """Whether the modules and tensors are known. The tree is empty until then."""
+    """Whether the modules and tensors are known. The tree is empty while they are not."""
     path: Path | None = None
     """The path of the model on this machine, or None if this machine has no file of the model."""
     partial: bool = False
@@ -90,7 +90,9 @@ class Experiment:
     node. `prepare` computes both in advance for the next call of `replace_tree`.
     """
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
-    """The latest drift reports over all current inputs, by recipe and settings. An undo shows the report of its recipe at once."""
+    """The latest drift reports that cover all of the current inputs, by recipe and settings. An undo shows the report of its recipe
+    at once.
+    """
 
     def __post_init__(self) -> None:
         self._replan()
@@ -218,7 +220,7 @@ class Experiment:
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def take(self, event: events.Event) -> None:
-        """Store an event's results in this object. Results that only a window shows are not stored."""
+        """Store the results that an event of the engine reports. Results that only a window shows are not stored."""
         match event:
             case events.InputsReady():
                 self.set_inputs(event.summary)
@@ -239,7 +241,6 @@ class Experiment:
                 self._take_result(event)
 
     def _take_result(self, event: events.Event) -> None:
-        """Store the result in an event that belongs to the current recipe."""
         results = self.results
         match event:
             case events.CastDone():

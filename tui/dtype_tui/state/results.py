@@ -22,9 +22,7 @@ class Losses:
     values: tuple[ValueLoss, ...] | None = None
     """One entry per weight in which casts make values infinite or zero or clip them. None while these weights are unknown."""
     reason: str = ""
-    """If `values` is None, why the weights in which casts make values infinite or zero are unknown, or "" if the engine is about to
-    find them.
-    """
+    """If `values` is None, why these weights are unknown, or "" if the engine is about to find them."""
 
     @cached_property
     def marks(self) -> Mapping[str, str]:

@@ -96,7 +96,7 @@ class ScanState:
         self.version += 1
 
     def begin(self, dtypes: tuple[str, ...]) -> None:
-        """Record that a scan in these dtypes, or the continuation of such a scan, was requested."""
+        """Record that a scan in these dtypes was requested, or that a stopped one was resumed."""
         self.requested, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:

@@ -51,7 +51,7 @@ class SavedSession:
     """The state of a session when it was last saved."""
 
     model: str | None
-    """A reference that opens the model from any folder, or None for the demo."""
+    """The command-line argument MODEL that names the model from any folder, or None for the demo."""
     title: str
     path: Path | None = None
     """The path of the model's files, or None if it has none on this machine."""
@@ -100,8 +100,7 @@ def recent_models() -> tuple[SavedSession, ...]:
 
 def newest_session(model: str | None = None) -> SavedSession:
     """Return the session that was saved last or, if `model` (the command-line argument MODEL) is given, the last one of that model.
-
-    Raises UserError if there is none, or if no model is given and the newest session can't be read.
+    Raises UserError if there is none. Without `model`, also raises UserError if the newest session can't be read.
     """
     if model is None:
         files = _files()
@@ -120,7 +119,9 @@ def sessions_folder() -> Path:
 
 
 def canonical_model_ref(model: str | None) -> str | None:
-    """Return a reference that opens the model from any folder. Paths become absolute, and the demo becomes None."""
+    """Return the command-line argument MODEL in a form that means the same in any folder. Paths become absolute, and the demo
+    becomes None.
+    """
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
     if is_address(model):
@@ -172,7 +173,7 @@ def prune() -> None:
 
 
 def read_session(path: Path) -> SavedSession:
-    """Read a session file. Raises UserError, which names the file and the problem."""
+    """Return the session in a file. Raises UserError, which names the file and the problem."""
     try:
         own = is_own(path)
         data: Any = json.loads(read_regular(path, _LARGEST))

@@ -14,8 +14,8 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour, which teaches one action. It ends when the user has performed the action and, if the step waits for the
-    engine, `until` returns True.
+    """A step of the tour, which teaches one action. The step ends when the user has performed the action. If the step then waits
+    for the engine, it ends when `until` returns True.
     """
 
     words: str
@@ -158,7 +158,9 @@ class Tour:
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if the current one is complete, or back to an earlier step if the current window is not open."""
+        """Go to the next step if the current one is complete. Go back to the step that opens the current step's window if that
+        window was closed.
+        """
         while self.index < len(STEPS) - 1:
             step = STEPS[self.index]
             if not step.actions and window != step.window and step.done(self._experiment):

@@ -68,22 +68,22 @@ def check(
     findings = [*_of_index(checkpoint), *_of_prefix(checkpoint)]
     findings += find_unpaired(tensors, weights, parts)
     findings += find_misshapen(tensors, weights, config)
-    scales, of_scales = _of_scales(checkpoint, weights, progress)
+    scales, of_scales = _bad_scales(checkpoint, weights, progress)
     findings += of_scales
     known = quantized_parts(tensors, config)
     plain = {
         name: tensor for name, tensor in tensors.items() if name not in known and tensor.dtype in dtypes.COMPUTE_DTYPES
     }
     broken = {finding.tensor.rpartition(".")[0] for finding in findings}
-    findings += _of_siblings(checkpoint, weights, broken)
-    findings += _of_dtypes(plain, config)
+    findings += _sibling_findings(checkpoint, weights, broken)
+    findings += _dtype_findings(plain, config)
     findings += _of_ties(checkpoint, config)
     read = None
     if values:
-        read, of_values = _of_values(checkpoint, plain.keys() | {weight.codes for weight in weights}, progress)
+        read, of_values = _value_findings(checkpoint, plain.keys() | {weight.codes for weight in weights}, progress)
         findings += of_values
     if against is not None:
-        findings += _against(checkpoint, weights, parts, against)
+        findings += _source_findings(checkpoint, weights, parts, against)
     return CheckReport(
         model=title,
         tensors=len(checkpoint.tensors),
@@ -140,9 +140,9 @@ def _of_prefix(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield Finding("foreign-prefix", prefix, what)
 
 
-def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of scale tensors that were read, and one finding for each scale tensor with invalid scales (such as NaN or
-    zero). weights: the weights of the checkpoint that other programs quantised.
+def _bad_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Progress) -> tuple[int, list[Finding]]:
+    """Read the scales of all quantised weights. Returns (number of scale tensors that could be read, one finding for each tensor
+    with invalid scales, such as NaN or zero). weights: the weights that other programs quantised.
     """
     tensors = checkpoint.tensors
     wanted: dict[str, tuple[bool, bool, bool]] = {}
@@ -173,12 +173,12 @@ def _of_scales(checkpoint: Checkpoint, weights: list[PackedWeight], progress: Pr
     return read, findings
 
 
-def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
-    """Yield a finding for each group of layers that runtimes fuse (such as q, k and v) whose members have different quantised
-    formats or different per-tensor scales.
+def _sibling_findings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: set[str]) -> Iterator[Finding]:
+    """Yield a finding for each group of layers that runtimes fuse into one (such as q, k and v) if their quantised formats or their
+    per-tensor scales differ.
 
-    weights: the weights that other programs quantised. broken: modules about which there is already a finding. Their groups are
-    skipped, because that finding explains the difference.
+    weights: the weights that other programs quantised. broken: names of modules that already have a finding; groups with such a
+    module are skipped, because its finding explains the difference.
     """
     tensors = checkpoint.tensors
     formats = {name: tensor.dtype for name, tensor in tensors.items() if name.endswith(".weight")}
@@ -212,9 +212,11 @@ def _of_siblings(checkpoint: Checkpoint, weights: list[PackedWeight], broken: se
                 yield Finding("sibling-scales", group[0].removesuffix(".weight").rpartition(".")[0], what)
 
 
-def _of_dtypes(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if no weight has the dtype that config.json declares, and for each 16-bit tensor that the architecture keeps
-    in float32. plain: the unquantised floating-point tensors, by name. config: the content of config.json.
+def _dtype_findings(plain: Mapping[str, CheckpointTensor], config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield one finding if config.json declares a dtype that no weight has. Also yield a finding for each 16-bit tensor that the
+    architecture keeps in float32.
+
+    plain: the unquantised floating-point tensors, by name. config: the content of config.json.
     """
     key = "dtype" if "dtype" in config else "torch_dtype"
     declared = str(config.get(key) or "").removeprefix("torch.")
@@ -246,10 +248,11 @@ def _of_ties(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Iterator[Find
             yield Finding("tie-differs", heads[0], what, head.file.name)
 
 
-def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
-    """Return the number of tensors whose values were read, and a finding for each tensor that holds NaN or infinity, and for each
-    weight whose values are all equal. weights: the names of the tensors that hold weights; equal values in any other tensor are no
-    problem.
+def _value_findings(checkpoint: Checkpoint, weights: Collection[str], progress: Progress) -> tuple[int, list[Finding]]:
+    """Read the values of all tensors. Returns (number of tensors that could be read, findings). A tensor with NaN or infinity is a
+    finding, and so is a weight whose values are all equal.
+
+    weights: the names of the tensors that hold weights. In other tensors, equal values are no problem.
     """
     whole, done, read = max(1, sum(tensor.nbytes for tensor in checkpoint.tensors.values())), 0, 0
     findings = []
@@ -272,11 +275,11 @@ def _of_values(checkpoint: Checkpoint, weights: Collection[str], progress: Progr
     return read, findings
 
 
-def _against(
+def _source_findings(
     checkpoint: Checkpoint, weights: list[PackedWeight], parts: set[str], against: Checkpoint
 ) -> Iterator[Finding]:
-    """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only the checkpoint or only the source
-    has, and for each tensor whose shapes in the two differ.
+    """Compare a checkpoint with its source, `against`. Yields a finding for each tensor that only one of the two has, and for each
+    tensor that has one shape in the checkpoint and another in the source.
 
     weights: the weights of the checkpoint that other programs quantised. parts: the names of the tensors (codes, scales, ...) that
     store these weights.

@@ -51,7 +51,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
     tensors that belong to these weights.
     """
     for weight in weights:
-        for suffix in _needed(weight, tensors):
+        for suffix in _required_suffixes(weight, tensors):
             if weight.part(suffix) not in tensors:
                 yield _finding("missing-part", weight.codes, tensors, f"has no {printable(weight.part(suffix))}")
     usual = Counter((tensors[weight.codes].dtype, weight.layout) for weight in weights)
@@ -63,7 +63,7 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
         if name in parts:
             continue
         usual_layout = by_dtype.get(tensor.dtype) if len(tensor.shape) > 1 else None
-        codes = _codes_alone(name, tensor) or usual_layout
+        codes = _layout_of_codes(name, tensor) or usual_layout
         if codes is None or not name.endswith(codes.codes or ".weight"):
             continue
         scale = name[: len(name) - len(codes.codes)] + codes.scale
@@ -87,8 +87,8 @@ def find_unpaired(tensors: Tensors, weights: list[PackedWeight], parts: set[str]
 
 
 def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
-    """Return a sentence about the first tensor of a quantised weight that lacks another tensor which it needs, such as codes
-    without scales. The result is a tuple of this sentence, or () if no tensor is missing.
+    """Return a tuple of one sentence for the user if tensors of quantised weights are missing, otherwise (). The sentence names the
+    first incomplete weight, what it lacks (such as the scales of its codes), and how many more problems there are.
     """
     weights = packed_weights(tensors)
     found = list(find_unpaired(tensors, weights, names_of_parts(weights, tensors)))
@@ -96,8 +96,10 @@ def unpaired_sentences(tensors: Tensors) -> tuple[str, ...]:
     return (f"{printable(found[0].tensor)} {found[0].what}{more}",) if found else ()
 
 
-def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
-    """Return the suffixes of the tensors that a weight requires in addition to its codes and scales, such as zero points."""
+def _required_suffixes(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
+    """Return the suffixes of the tensors that a weight requires in addition to its codes and scales, such as zero points. tensors:
+    all tensors of the checkpoint, by name; the dtypes of the codes and scales decide what the weight requires.
+    """
     codes, scale = tensors[weight.codes], tensors[weight.scale]
     nvfp4 = codes.dtype == "uint8" and scale.dtype == "float8_e4m3fn"
     if weight.layout is COMPRESSED:
@@ -111,8 +113,10 @@ def _needed(weight: PackedWeight, tensors: Tensors) -> tuple[str, ...]:
     return ()
 
 
-def _codes_alone(name: str, tensor: CheckpointTensor) -> Layout | None:
-    """Return the quantisation layout, such as GPTQ, if the tensor's name and dtype prove that it holds codes; otherwise None."""
+def _layout_of_codes(name: str, tensor: CheckpointTensor) -> Layout | None:
+    """If the tensor's name and dtype prove that it holds codes, return its quantisation layout, such as GPTQ; otherwise None. This
+    recognises codes even if their scales are missing.
+    """
     return next(
         (
             layout

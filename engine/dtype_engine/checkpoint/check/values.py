@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Codes = numpy.ndarray[Any, numpy.dtype[Any]]
 
-_PIECE = 16 << 20
+_PIECE_BYTES = 16 << 20
 """Maximum number of a tensor's bytes that are read, and so held in memory, at a time."""
 
 
@@ -39,7 +39,7 @@ class ScaleCounts:
         return f"holds {elements:,} scales, of which {' and '.join(parts)}" if parts else ""
 
 
-def pieces(where: ByteRange, nbytes: int = _PIECE) -> Iterator[bytes]:
+def pieces(where: ByteRange, nbytes: int = _PIECE_BYTES) -> Iterator[bytes]:
     """Read a range of a file, and yield its bytes in pieces of `nbytes` bytes. Raises UserError if the file can't be read or is too
     short.
     """
@@ -70,7 +70,7 @@ def count_scales(tensor: CheckpointTensor, exponents: bool) -> ScaleCounts | Non
         if exponents or tensor.dtype == "float8_e8m0fnu":
             total[0] += int((np.frombuffer(piece, np.uint8) == 255).sum())
             continue
-        if (split := _split(piece, tensor.dtype)) is None:
+        if (split := _magnitudes_and_signs(piece, tensor.dtype)) is None:
             return None
         magnitude, sign, largest = split
         total += [
@@ -86,13 +86,13 @@ def _has_infinity(dtype: str) -> bool:
     return dtype in dtypes.COMPUTE_DTYPES or dtype == "float8_e5m2"
 
 
-def _split(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
-    """Decode raw bytes of floating-point values to integers, so that NaN and infinity can be found by comparing integers. Returns
-    None for an unsupported dtype, otherwise a tuple: (the bits of each value without the sign bit, as an integer; whether each
-    value is negative; a limit).
+def _magnitudes_and_signs(piece: bytes, dtype: str) -> tuple[Codes, Codes, int] | None:
+    """Decode the raw bytes `piece` of floating-point values, so that NaN and infinity can be found by comparing integers. Returns
+    (magnitudes, signs, limit), or None for an unsupported dtype.
 
-    A value is NaN if its integer exceeds the limit. The limit itself stands for infinity or, if the dtype lacks infinity, for the
-    largest finite value.
+    A magnitude is the bits of a value without its sign bit, as an integer. A sign is True for a negative value. A value is NaN if
+    its magnitude exceeds the limit. The limit itself stands for infinity or, if the dtype lacks infinity, for the largest finite
+    value.
     """
     import numpy as np
 
@@ -118,7 +118,7 @@ def find_bad_values(tensor: CheckpointTensor, on_bytes: Callable[[int], None]) -
     width = row.bits // 8
     bad, first, constant = 0, b"", True
     for piece in pieces(where):
-        if (split := _split(piece, tensor.dtype)) is not None:
+        if (split := _magnitudes_and_signs(piece, tensor.dtype)) is not None:
             magnitude, _, largest = split
             bad += int((magnitude >= largest).sum() if _has_infinity(tensor.dtype) else (magnitude > largest).sum())
         first = first or piece[:width]

@@ -1,4 +1,4 @@
-"""Classes and functions shared by all targets, which are the tools to whose formats a recipe can be converted."""
+"""Code shared by all targets. A target is a tool, such as torchao, to whose format a recipe can be converted."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class Target:
     matcher: str
     """A phrase that says how the tool matches patterns, such as by `re.match` on module names."""
     precedence: Callable[[Sequence[str]], int] | None
-    """A function that takes the patterns that match one tensor, and returns the index of the pattern that the tool applies. None
-    if the tool has no order of precedence.
+    """A function that says which pattern the tool applies if several match a tensor: it takes these patterns, and returns the index
+    of one. None if the tool has no order of precedence.
     """
     convert: Callable[[Context], Conversion]
     matchable: Callable[[Context], frozenset[str]]
@@ -144,7 +144,7 @@ def exact_first(patterns: Sequence[str]) -> int:
 
 
 class UnsupportedList:
-    """Collects the tensors that a target can't express. Tensors with the same reason form a group."""
+    """Collects the tensors that a target can't express, and groups those with the same reason."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, Part, str, str], list[str]] = {}
@@ -158,7 +158,9 @@ class UnsupportedList:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A plan as a quantiser can apply it: the weights to quantise, and one dtype in which all other tensors are loaded."""
+    """What a quantiser can do for a plan: which weights it quantises as planned, and the one dtype in which it loads all other
+    tensors.
+    """
 
     low: Mapping[str, str]
     """The dtype to which each weight is to be quantised, by the weight's canonical name."""
@@ -183,8 +185,8 @@ def split(
     by_transformers: bool = True,
     also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
-    """Split a plan into what the tool named `tool` can do, and return the result: the weights that it can quantise as planned, one
-    dtype for all other tensors, and the tensors to which it can't give their planned dtype.
+    """Return what the tool named `tool` can do for the context's plan: the weights that it quantises as planned, one dtype for all
+    other tensors, and the tensors to which it can't give their planned dtype.
 
     formats: the dtypes to which the tool quantises. kinds: the module classes whose `weight` it quantises. by_transformers: whether
     transformers loads the model, which keeps modules in float32 if the model's code requires this. also: a further check, called
@@ -253,8 +255,8 @@ def _refusal(
 
 
 def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
-    """Return the compute dtype (such as bfloat16) that most elements of these tensors have under the plan or, if none has a compute
-    dtype under the plan, the one that most have as stored. planned: dtypes by tensor name.
+    """Return the compute dtype (such as bfloat16) that most elements of these tensors have under the plan. If none of them has a
+    compute dtype under the plan, their stored dtypes decide. planned: dtypes by tensor name.
     """
     for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
         elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
@@ -289,8 +291,8 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """Return a function for `Target.matchable`, for a tool that quantises only the weights of modules of these classes. kinds:
-    names of the classes.
+    """Return a function for `Target.matchable`: it returns the weights of all modules of the classes `kinds`. It is for tools that
+    quantise nothing else.
     """
     return lambda context: frozenset(weights_of(context, kinds).values())
 
@@ -301,8 +303,8 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a note that says which weights' activations stay unquantised in the tool's file, although the recipe is for a run with
-    quantised activations. Returns () if there are none.
+    """Return a note for the user, or () if it does not apply: the recipe is for a run with quantised activations, but the file for
+    `tool` leaves the activations of some weights unquantised.
 
     written: the dtypes of weights whose activations the file does quantise.
     """

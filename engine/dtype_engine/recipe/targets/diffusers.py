@@ -56,9 +56,7 @@ def convert(context: Context) -> Conversion:
 
 
 def _leaves(context: Context) -> dict[str, list[str]]:
-    """Return the names of the castable tensors in each module that diffusers casts as a whole because of its class, keyed by module
-    name.
-    """
+    """Return, by module name, the castable tensors of each module that diffusers casts as a whole because of its class."""
     leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
@@ -70,9 +68,8 @@ def _leaves(context: Context) -> dict[str, list[str]]:
     return leaves
 
 
-def _planned(context: Context, tensor: str) -> str:
-    """Return the dtype in which `.to()` would store a tensor as planned: for int8 or float8, the dtype of the codes alone.
-
+def _cast_dtype(context: Context, tensor: str) -> str:
+    """Return the dtype that diffusers can cast a tensor to for the plan: for int8 or float8, the dtype of the codes without scales.
     The name of a block format is returned unchanged; diffusers can't store it.
     """
     dtype = context.plan.dtypes[tensor]
@@ -85,7 +82,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
     """Return (dtype to store weights in, dtype to compute in), chosen so that the fewest elements deviate from their planned dtype.
     leaves: the names of the castable tensors in each module that diffusers casts as a whole.
     """
-    present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
+    present = {_cast_dtype(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
     bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
 
@@ -93,7 +90,7 @@ def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, 
         cast = _to_cast(context, leaves, *pair)
         outcome = _outcome(context, leaves, cast, *pair)
         return sum(
-            tensor.numel for tensor in context.in_scope() if _planned(context, tensor.name) != outcome[tensor.name]
+            tensor.numel for tensor in context.in_scope() if _cast_dtype(context, tensor.name) != outcome[tensor.name]
         )
 
     pairs = itertools.product(storages, bases)
@@ -110,7 +107,7 @@ def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, ba
     for leaf, tensors in leaves.items():
         gain = 0
         for name in tensors:
-            dtype, numel = _planned(context, name), context.tree.tensors[name].numel
+            dtype, numel = _cast_dtype(context, name), context.tree.tensors[name].numel
             gain += numel if dtype == storage else -numel if dtype == base else 0
         if gain > 0:
             cast.add(leaf)
@@ -133,7 +130,7 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
     losses = UnsupportedList()
     for tensor in context.in_scope():
         planned, instead = context.plan.dtypes[tensor.name], outcome[tensor.name]
-        if _planned(context, tensor.name) == instead:
+        if _cast_dtype(context, tensor.name) == instead:
             if planned in dtypes.STORAGE_DTYPES:
                 losses.add(tensor.name, planned, instead, "diffusers stores without scales", "scale")
             continue
@@ -150,10 +147,10 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
 
 
 def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
-    """Return a short list of modules that diffusers must skip, so that it casts exactly the leaves in `cast`. Skipping a module
-    skips everything below it, so each leaf that is not to be cast is covered by its topmost ancestor that contains no leaf to cast.
+    """Return a short list of modules that diffusers must skip, so that of the modules `leaves` it casts exactly those in `cast`.
 
-    leaves: the modules that diffusers casts as a whole, each with the names of its tensors. cast: those leaves that are to be cast.
+    Skipping a module skips everything below it. For each leaf that is not to be cast, the list therefore has the topmost module
+    above it that contains no leaf to cast. leaves: the modules that diffusers casts as a whole, each with the names of its tensors.
     """
     holding: set[str] = set()
     for leaf in cast:
@@ -170,8 +167,7 @@ def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes:
     """Return Python code that casts the model to `base` and, if `casting`, stores weights in `storage` except in the modules that
     `patterns` match. notes: comments for the top.
 
-    If no module is skipped, the code passes `()` to diffusers as the patterns. With None, diffusers would cast the model as a
-    whole.
+    The code passes `()` to diffusers if there are no patterns. For None, diffusers would cast the model as a whole.
     """
     listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
     call = (

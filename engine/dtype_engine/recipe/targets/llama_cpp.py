@@ -34,7 +34,7 @@ _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 DEFAULT = "q8_0"
 BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
-"""Values per scale in the `BLOCKED` types. The length of a row must be a multiple of this number."""
+"""Values per scale in the llama.cpp types that `BLOCKED` lists. The length of a row must be a multiple of this number."""
 ODD_ROWS = "f16"
 """The type in which llama.cpp stores a tensor in place of a requested `BLOCKED` type, if its rows are not a multiple of `BLOCK`
 long.

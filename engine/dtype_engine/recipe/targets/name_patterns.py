@@ -39,8 +39,8 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
-    """Return the patterns after merging those that differ only in component `index`, if it has only numbers (`numbers` is True) or
-    no numbers (False).
+    """Return the patterns after merging: patterns that differ only in component `index` become one pattern with alternatives.
+    numbers: whether to merge components that are numbers, or those that are other words.
     """
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
@@ -59,8 +59,8 @@ def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
-    """Return a pattern in which each list of numbers is replaced by "any number", unless the pattern would then match one of the
-    names `others`.
+    """Return the pattern `product` with each list of numbers replaced by "any number". A list is kept if the pattern would
+    otherwise match one of the names `others`, which it must not match.
     """
     for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):

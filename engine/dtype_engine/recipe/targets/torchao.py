@@ -1,7 +1,7 @@
 """Converts recipes for torchao: an `FqnToConfig` in the part of config.json that transformers reads.
 
 A `re:` pattern must match the full name of a parameter or module. torchao applies all patterns that match a parameter, one after
-another, so ours are disjoint.
+another. The patterns written here are therefore disjoint: none of them match the same parameter.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def convert(context: Context) -> Conversion:
 
 
 def _pattern_names(names: Iterable[str], dtype: str) -> list[str]:
-    """Return the names that patterns must match. For NVFP4, torchao matches module names, not parameter names (pytorch/ao#3252).
-    dtype: the dtype of all these weights.
+    """Return the names that torchao matches patterns against for these weights. They are the names of the weights or, for NVFP4, of
+    their modules (pytorch/ao#3252). dtype: the dtype of all these weights.
     """
     return [name.rpartition(".")[0] if dtype == "nvfp4" else name for name in names]
 

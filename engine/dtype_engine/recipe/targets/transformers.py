@@ -74,9 +74,8 @@ def matchable(context: Context) -> frozenset[str]:
 
 
 def match(context: Context, pattern: str) -> Match:
-    """Return the tensors that transformers would match if the pattern were in its option `modules_to_not_convert`. The option
-    matches a name if the pattern matches its beginning, up to the end of a dot-separated part, or if the name ends with the
-    pattern.
+    """Return the tensors that transformers would match if the pattern were in its option `modules_to_not_convert`: those whose name
+    ends with the pattern, or begins with a match that extends to the end of a dot-separated part.
     """
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
