@@ -229,8 +229,8 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
         class_name = modules[0].class_name or ""
         before, after = Totals(), Totals()
         for module in modules:
-            _add(before, stored[module.name])
-            _add(after, planned[module.name])
+            before.add_totals(stored[module.name])
+            after.add_totals(planned[module.name])
         rows.append(
             (
                 Identifier(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
@@ -264,16 +264,6 @@ def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]
     return [
         (prefix + label, [module.children[label] for module in modules if label in module.children]) for label in labels
     ]
-
-
-def _add(totals: Totals, more: Totals) -> None:
-    for name, elements in more.elements.items():
-        totals.add(name, elements, more.nbytes[name])
-    totals.parameters += more.parameters
-    totals.buffers += more.buffers
-    totals.unknown += more.unknown
-    for name, size in more.tied.items():
-        totals.tied[name] = totals.tied.get(name, 0) + size
 
 
 def _where(tree: Tree, drift: DriftReport) -> Section:
