@@ -23,8 +23,9 @@ from dtype_engine.core.units import (
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
-from dtype_engine.reports.text_drift import modules_extent_text
+from dtype_engine.reports.text_drift import first_sentence, modules_extent_text, remedy_result, value_sentence
 from dtype_engine.reports.text_losses import HELP, headline
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.results.meaning import HELP as MEANING_HELP
@@ -46,18 +47,20 @@ def build_report(
     versions: Mapping[str, str],
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
+    nonfinite: NonFiniteDiagnosis | None = None,
 ) -> Report:
     """Return the report of a plan.
 
     title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, or None.
     no_drift: why there is no measurement. lost: if there is no measurement, the weights with values that their cast makes infinite
-    or zero, or None if such values were not counted.
+    or zero, or None if such values were not counted. nonfinite: where values stop being finite in the measurement, if they do.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
         rules_section(tree, plan),
         _memory(tree, plan, drift),
         drift_section(drift, no_drift),
+        *([_nonfinite_section(nonfinite)] if nonfinite is not None else []),
         *_lost(plan, losses),
     ]
     sections.append(tree_section(tree, plan))
@@ -219,6 +222,17 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     name = f"{printable(drift.output_name)} ({output.elements:,} elements)"
     words = f"Of {name}, against {drift.reference} arithmetic on the weights as stored."
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
+
+
+def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
+    """Return the section that names the operation where values stop being finite, and the rules against it."""
+    rows = [("where", first_sentence(diagnosis)), ("why", value_sentence(diagnosis))]
+    if diagnosis.remedy:
+        rows += [("remedy", Identifier(rule)) for rule in map(printable, diagnosis.remedy)]
+        rows.append(("tried", remedy_result(diagnosis)))
+    else:
+        rows.append(("no remedy", printable(diagnosis.reason, 400)))
+    return Section("Where values stop being finite", (Table(("", ""), tuple(row for row in rows if row[1])),))
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
