@@ -166,7 +166,9 @@ async def wait(app: DtypeApp, pilot: Pilot[None], look: Look, seen: Any) -> None
 
 
 def not_finite(app: DtypeApp) -> events.Event:
-    found = NonFiniteDiagnosis("activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, f"{MLP}=bfloat16")
+    found = NonFiniteDiagnosis(
+        "activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, (f"{MLP}=bfloat16",)
+    )
     return events.NonfiniteFound(app.controller.experiment.recipe, found)
 
 

@@ -85,7 +85,7 @@ class CommandWords:
         if not there and is_taken(typed):
             raise UserError(f"{printable(typed, 200)} already exists: to replace it, use e, which asks first")
         path = Path(typed) if there else Path(typed).expanduser()
-        self._controller.save(save_request(kind, path, False, experiment.results.report))
+        self._controller.save(save_request(kind, path, False, experiment.results))
 
     def completer(self) -> Completer:
         """Return a completer for the actions of keys, the commands with arguments, and this model's names."""

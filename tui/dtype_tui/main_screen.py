@@ -228,12 +228,14 @@ class MainScreen(Screen[None]):
         self.side.panes[2].show("", message.name)
 
     def action_worst(self) -> None:
-        """Go to the module with the largest drift.
+        """Go to the module in whose code values stop being finite. If there is none, go to the module with the largest drift.
 
         Each further press of the key goes to the module with the next smaller drift and, from the module with the smallest drift,
         back to the first.
         """
-        names = [drift.name for drift in self.experiment.results.worst_modules()]
+        results = self.experiment.results
+        names = list(dict.fromkeys([results.origin, *(drift.name for drift in results.worst_modules())]))
+        names = [name for name in names if name]
         if not names:
             self.say("no module drifts yet", "information")
             return

@@ -151,7 +151,7 @@ class Windows:
             SaveScreen(
                 experiment.model.title,
                 len(experiment.recipe),
-                experiment.results.report,
+                experiment.results,
                 lambda: experiment.results.losses.values,
                 controller.engine.host,
                 controller.engine.check_path,

@@ -155,7 +155,7 @@ class _Details:
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
         found = self.nonfinite and self.nonfinite.remedy
         if self.with_remedy and self.remedy is None and found:
-            lines.append(f"suggest    --cast {shlex.quote(printable(found, 300))}")
+            lines.append("suggest    " + " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in found))
         elif self.with_remedy:
             lines += remedy_lines(self.remedy)
         elif severe(report.lost):

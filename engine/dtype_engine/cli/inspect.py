@@ -12,6 +12,9 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.cli.streams import answers
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.recipe import require_matches
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.coverage import Coverage
@@ -19,8 +22,34 @@ from dtype_engine.results.coverage import Coverage
 
 @click.command(cls=ModelCommand, runs=False)
 @json_option
-def inspect(request: RunRequest, as_object: bool) -> None:
+@click.option(
+    "--depth", type=click.IntRange(min=0), metavar="N", help="Show at most N levels of modules below the model."
+)
+@click.option(
+    "--top", type=click.IntRange(min=1), metavar="N", help="List only the N modules whose own tensors are the largest."
+)
+@click.option(
+    "--by", type=click.Choice(["kind"]), help="kind: sum over attention, MLP, experts, embeddings, norms and others."
+)
+@click.option(
+    "--sort",
+    type=click.Choice(["model", "bytes"]),
+    default="model",
+    show_default=True,
+    help="The order of the modules within their parent: the model's own, or the largest first.",
+)
+@click.option(
+    "--all",
+    "whole",
+    is_flag=True,
+    help="Show each layer. On a terminal, layers like the one before are shown as one line.",
+)
+def inspect(
+    request: RunRequest, as_object: bool, depth: int | None, top: int | None, by: str | None, sort: str, whole: bool
+) -> None:
     """List modules with dtypes, parameters and bytes. If the checkpoint has headers, only the headers are read."""
+    if (top is not None) + (by is not None) + (depth is not None or sort != "model" or whole) > 1:
+        raise UserError("--top, --by, and the options of the tree (--depth, --sort, --all) exclude each other")
     source = request.locate()
     planned = request.plan(source)
     tree, plan = planned.tree, planned.plan
@@ -33,17 +62,24 @@ def inspect(request: RunRequest, as_object: bool) -> None:
         }
         for tensor in tree.tensors.values()
     ]  # fmt: skip
-    whole = totals[""]
+    model = totals[""]
     result = {
         "model": source.title,
         "found": coverage.found if coverage is not None else None,
         "expected": coverage.expected if coverage is not None else None,
         "incomplete": list(incomplete),
-        "parameters": whole.parameters if not whole.unknown else None,
-        "buffers": whole.buffers,
+        "parameters": model.parameters if not model.unknown else None,
+        "buffers": model.buffers,
         "stored_bytes": plan.stored_bytes,
         "planned_bytes": plan.planned_bytes,
-        "dtypes": {name: {"elements": whole.elements[name], "bytes": whole.nbytes[name]} for name in whole.elements},
+        "dtypes": {name: {"elements": model.elements[name], "bytes": model.nbytes[name]} for name in model.elements},
+        "kinds": [
+            {
+                "kind": kind, "parameters": below.parameters if not below.unknown else None, "buffers": below.buffers,
+                "bytes": below.total_bytes, "dtypes": dict(below.nbytes),
+            }
+            for kind, below in totals_by_kind(tree, plan.dtypes).items()
+        ],
         "rules": [str(rule) for rule in plan.recipe.rules],
         "modules": [
             {
@@ -58,11 +94,17 @@ def inspect(request: RunRequest, as_object: bool) -> None:
     if as_object:
         print_json(result)
         return
-    from dtype_engine.reports.text import inspect_text
+    from dtype_engine.reports.text_inspect import TreeView, kinds_text, largest_text, tree_text
 
     if coverage is not None or incomplete:
         answer("; ".join((*([str(coverage)] if coverage is not None else []), *incomplete)))
-    answer(inspect_text(tree, plan, source.title))
+    if by is not None:
+        answer(kinds_text(tree, plan))
+    elif top is not None:
+        answer(largest_text(tree, plan, top))
+    else:
+        view = TreeView(depth, fold=answers().isatty() and not whole, by_bytes=sort == "bytes")
+        answer(tree_text(tree, plan, source.title, view))
 
 
 def _coverage(

@@ -43,7 +43,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
     check_name(file)
     check_target(file, force)
     source = request.locate()
-    measured, reason = None, ""
+    measured, nonfinite, reason = None, None, ""
     lost: tuple[ValueLoss, ...] | None
     try:
         session = request.open_session(source)
@@ -51,6 +51,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         tree, plan, title, settings = session.tree, session.plan, session.model.title, session.settings
         try:
             measured = session.drift(MeasurementListener(on_progress=say_progress))
+            nonfinite = session.nonfinite(measured)
         except NoForward as error:
             reason = str(error)
     except NoForward as error:
@@ -59,7 +60,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         reason = str(error)
         lost = _losses(known)
     say("")
-    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost=lost)
+    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost, nonfinite)
     written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}

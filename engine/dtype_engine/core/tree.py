@@ -98,6 +98,10 @@ class TensorInfo:
         """
         return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
+    def nbytes_in(self, dtype: str) -> int:
+        """Return the tensor's bytes after a cast to `dtype`, or as stored if that is its stored dtype."""
+        return self.nbytes if dtype == self.dtype else dtypes.nbytes_in(self.shape, dtype)
+
     @property
     def why_not_cast(self) -> str:
         """If a rule matches the tensor but does not cast it, the reason, in words that follow the tensor's name."""
@@ -154,6 +158,23 @@ class Totals:
         self.elements[dtype] = self.elements.get(dtype, 0) + elements
         self.nbytes[dtype] = self.nbytes.get(dtype, 0) + nbytes
 
+    def add_tensor(self, tensor: TensorInfo, dtype: str) -> None:
+        """Add one tensor. dtype: its planned dtype, or its stored dtype if it is not cast."""
+        self.add(dtype, tensor.numel, tensor.nbytes_in(dtype))
+        self.parameters += tensor.parameters
+        self.buffers += tensor.numel if tensor.kind == "buffer" else 0
+        self.unknown += tensor.logical_numel == "unknown"
+
+    def add_totals(self, more: Totals) -> None:
+        """Add the totals of other modules, for the sum over several modules."""
+        for dtype, nbytes in more.nbytes.items():
+            self.add(dtype, more.elements[dtype], nbytes)
+        for dtype, nbytes in more.tied.items():
+            self.tied[dtype] = self.tied.get(dtype, 0) + nbytes
+        self.parameters += more.parameters
+        self.buffers += more.buffers
+        self.unknown += more.unknown
+
     @property
     def total_elements(self) -> int:
         return sum(self.elements.values())
@@ -197,7 +218,7 @@ class NodeTotals(Mapping[str, Totals]):
 
     def _under_plan(self, tensor: TensorInfo) -> tuple[str, int]:
         dtype = tensor.dtype if self._planned is None else self._planned.get(tensor.name, tensor.dtype)
-        return dtype, tensor.nbytes if dtype == tensor.dtype else dtypes.nbytes_in(tensor.shape, dtype)
+        return dtype, tensor.nbytes_in(dtype)
 
     def __getitem__(self, module: str) -> Totals:
         node = self._tree.modules[module]

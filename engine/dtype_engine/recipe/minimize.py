@@ -20,10 +20,15 @@ from dtype_engine.recipe.rules import Recipe, Rule
 _MOST_KINDS = 4
 
 
-def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
-    """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored."""
-    target = {name: tensor.dtype for name, tensor in tree.tensors.items()} | dict(wanted)
-    now = {name: tensor.dtype for name, tensor in tree.tensors.items()}
+def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
+    """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored.
+
+    after: rules that come before those of the result, if any. Tensors that are not in `wanted` then keep their dtypes under these
+    rules.
+    """
+    after = after or Recipe()
+    now = dict(make_plan(tree, after).dtypes)
+    target = now | dict(wanted)
     proposals = _Proposals(tree, target)
     rules: list[Rule] = []
     while wrong := {name for name in target if now[name] != target[name]}:
@@ -31,17 +36,19 @@ def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
         rules.append(rule)
         for name in taken:
             now[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
-    recipe = _pruned(tree, rules, target)
-    assert dict(make_plan(tree, recipe).dtypes) == target
+    recipe = _pruned(tree, rules, target, after)
+    assert dict(make_plan(tree, after.then(*recipe.rules)).dtypes) == target
     return recipe
 
 
-def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
-    """Return a recipe of those rules that are needed: its plan still has the dtypes `target`, by tensor name."""
+def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
+    """Return a recipe of those `rules` that are needed: the plan of `after` followed by them still has the dtypes `target`, by
+    tensor name.
+    """
     index = 0
     while index < len(rules):
         fewer = Recipe((*rules[:index], *rules[index + 1 :]))
-        if dict(make_plan(tree, fewer).dtypes) == target:
+        if dict(make_plan(tree, after.then(*fewer.rules)).dtypes) == target:
             rules = list(fewer.rules)
         else:
             index += 1

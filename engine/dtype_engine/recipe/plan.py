@@ -219,7 +219,7 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
     """Return a tensor's bytes after a cast to `dtype`, or as stored if `dtype` is its stored dtype or `dtypes.STORED`."""
-    return tensor.nbytes if dtype in (tensor.dtype, dtypes.STORED) else dtypes.nbytes_in(tensor.shape, dtype)
+    return tensor.nbytes if dtype == dtypes.STORED else tensor.nbytes_in(dtype)
 
 
 def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:

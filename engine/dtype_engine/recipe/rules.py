@@ -61,9 +61,10 @@ class Recipe:
     def of(cls, rules: Iterable[Rule]) -> Recipe:
         return cls(tuple(rules))
 
-    def then(self, rule: Rule) -> Recipe:
-        """Return this recipe with `rule` added at the end. An earlier rule with the same pattern has no effect and is removed."""
-        return Recipe((*(earlier for earlier in self.rules if earlier.pattern != rule.pattern), rule))
+    def then(self, *rules: Rule) -> Recipe:
+        """Return this recipe with `rules` added at the end. Earlier rules with the same patterns have no effect and are removed."""
+        patterns = {rule.pattern for rule in rules}
+        return Recipe((*(earlier for earlier in self.rules if earlier.pattern not in patterns), *rules))
 
     def without(self, indices: Iterable[int]) -> Recipe:
         """Return this recipe without the rules at these indices."""

@@ -23,8 +23,9 @@ from dtype_engine.core.units import (
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
-from dtype_engine.reports.text_drift import modules_extent_text
+from dtype_engine.reports.text_drift import first_sentence, modules_extent_text, remedy_result, value_sentence
 from dtype_engine.reports.text_losses import HELP, headline
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.results.meaning import HELP as MEANING_HELP
@@ -46,18 +47,21 @@ def build_report(
     versions: Mapping[str, str],
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
+    nonfinite: NonFiniteDiagnosis | None = None,
 ) -> Report:
     """Return the report of a plan.
 
     title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, which also
     lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
-    and lost lists these weights, or is None if they are unknown.
+    and lost lists these weights, or is None if they are unknown. nonfinite: where values stop being finite in the measurement, or
+    None if all are finite.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
         rules_section(tree, plan),
         _memory(tree, plan, drift),
         drift_section(drift, no_drift),
+        *([_nonfinite_section(nonfinite)] if nonfinite is not None else []),
         *_lost(plan, losses),
     ]
     sections.append(tree_section(tree, plan))
@@ -221,6 +225,17 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
 
 
+def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
+    """Return the section that names the operation where values stop being finite, and the rules against it."""
+    rows = [("where", first_sentence(diagnosis)), ("why", value_sentence(diagnosis))]
+    if diagnosis.remedy:
+        rows += [("remedy", Identifier(rule)) for rule in map(printable, diagnosis.remedy)]
+        rows.append(("tried", remedy_result(diagnosis)))
+    else:
+        rows.append(("no remedy", printable(diagnosis.reason, 400)))
+    return Section("Where values stop being finite", (Table(("", ""), tuple(row for row in rows if row[1])),))
+
+
 def tree_section(tree: Tree, plan: Plan) -> Section:
     """Return the section with a table of modules: the root and as many levels below it as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
@@ -229,8 +244,8 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
         class_name = modules[0].class_name or ""
         before, after = Totals(), Totals()
         for module in modules:
-            _add(before, stored[module.name])
-            _add(after, planned[module.name])
+            before.add_totals(stored[module.name])
+            after.add_totals(planned[module.name])
         rows.append(
             (
                 Identifier(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
@@ -264,16 +279,6 @@ def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module
     return [
         (prefix + label, [module.children[label] for module in modules if label in module.children]) for label in labels
     ]
-
-
-def _add(totals: Totals, more: Totals) -> None:
-    for name, elements in more.elements.items():
-        totals.add(name, elements, more.nbytes[name])
-    totals.parameters += more.parameters
-    totals.buffers += more.buffers
-    totals.unknown += more.unknown
-    for name, size in more.tied.items():
-        totals.tied[name] = totals.tied.get(name, 0) + size
 
 
 def _where(tree: Tree, drift: DriftReport) -> Section:

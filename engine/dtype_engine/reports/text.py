@@ -25,8 +25,7 @@ from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.coverage import Coverage
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Totals, Tree
-    from dtype_engine.recipe import Plan
+    from dtype_engine.core.tree import Totals
     from dtype_engine.results.drift import DriftReport, ImplicitCastStats
     from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
     from dtype_engine.results.weights import SkippedTensor, WeightError
@@ -56,51 +55,6 @@ def found_text(coverage: Coverage | None) -> str:
     is unknown.
     """
     return f"; {coverage}" if coverage is not None else ""
-
-
-def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
-    """Return every module with its dtypes, parameters and bytes, and the tensors of each module."""
-    totals = tree.totals(plan.dtypes)
-    rows = [("module", "dtype, % of bytes", "parameters", "bytes")]
-    for module in tree.walk():
-        name = module.name
-        depth = name.count(".") + 1 if name else 0
-        label = ("  " * depth + (module.label or title)) + (f"  {module.class_name}" if module.class_name else "")
-        below = totals[name]
-        rows.append(
-            (
-                label,
-                mix_text(below),
-                parameters_text(below),
-                "-" if below.tied and not below.nbytes else human_bytes(below.total_bytes),
-            )
-        )
-        for local, tensor in module.tensors.items():
-            own = f"{name}.{local}" if name else local
-            if own != tensor.name:
-                rows.append(("  " * (depth + 1) + f"{local} = {tensor.name}", "", "", ""))
-                continue
-            planned = plan.dtypes[tensor.name]
-            shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            dtype = (
-                dtypes.short_name(planned)
-                if planned == tensor.dtype
-                else f"{dtypes.short_name(tensor.dtype)}→{dtypes.short_name(planned)}"
-            )
-            size = tensor.nbytes if planned == tensor.dtype else dtypes.nbytes_in(tensor.shape, planned)
-            kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
-            count = "" if kind else "unknown" if tensor.logical_numel == "unknown" else human_count(tensor.parameters)
-            rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
-    lines = table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3))
-    unknown = [tensor for tensor in tree.tensors.values() if tensor.logical_numel == "unknown"]
-    if unknown:
-        elements = human_count(sum(tensor.numel for tensor in unknown))
-        count = plural(len(unknown), "tensor")
-        lines.append(
-            f"> leaves out {count} of packed codes, whose packing is not known: {elements} stored elements, first "
-            f"{printable(unknown[0].name)}"
-        )
-    return "\n".join(lines)
 
 
 def generation_text(text: Generation) -> str:

@@ -96,25 +96,30 @@ def floor_lines(floor: NoiseFloor | None, output: OutputDrift, modules: Iterable
 
 
 def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
-    """Return lines that name the module in which values stop being finite, the cause, and a rule that makes the output finite."""
+    """Return lines that name the module in which values stop being finite, the cause, and rules that make the output finite."""
     lines = [f"not finite {first_sentence(diagnosis)}"]
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
-    if diagnosis.remedy is not None:
-        lines.append(f"remedy     {printable(diagnosis.remedy, 300)}: tried, {remedy_result(diagnosis)}")
+    if diagnosis.remedy:
+        lines.append(f"remedy     {remedy_rules(diagnosis)}: tried, {remedy_result(diagnosis)}")
     else:
         lines.append(f"remedy     none: {printable(diagnosis.reason, 400)}")
     return lines
 
 
+def remedy_rules(diagnosis: NonFiniteDiagnosis) -> str:
+    """Return the rules against non-finite values as text, such as `blocks.2=bfloat16 head=bfloat16`."""
+    return " ".join(printable(rule, 300) for rule in diagnosis.remedy)
+
+
 def remedy_result(diagnosis: NonFiniteDiagnosis) -> str:
-    """Return the effect of the rule that was suggested against non-finite values: `the output is finite with it` or, if the output
-    was finite before, the SQNR without and with the rule.
+    """Return the effect of the rules that were suggested against non-finite values: `the output is finite` or, if the output
+    was finite before, the SQNR without and with the rules.
     """
     before, after = diagnosis.before, diagnosis.after
     if before is None or after is None or before.nonfinite:
-        return "the output is finite with it" + (" where the reference is" if diagnosis.reason else "")
-    return f"every module is finite with it, SQNR {decibels(before.sqnr_db)} → {decibels(after.sqnr_db)}"
+        return "the output is finite" + (" where the reference is" if diagnosis.reason else "")
+    return f"every module is finite, SQNR {decibels(before.sqnr_db)} → {decibels(after.sqnr_db)}"
 
 
 def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:

@@ -91,7 +91,7 @@ class AttributionReport:
 
 @dataclass(frozen=True, slots=True)
 class NonFiniteDiagnosis:
-    """The place where values stop being finite, and a rule that prevents it.
+    """The place where values stop being finite, and rules that prevent it.
 
     `module`, `operation` and `dtype` describe the first operation that computes a non-finite value from finite ones.
     """
@@ -115,8 +115,10 @@ class NonFiniteDiagnosis:
     """
     largest_reference: float | None
     """The largest magnitude of the operation's result in the reference."""
-    remedy: str | None
-    """A rule that was tried and makes the output finite wherever the reference is finite, or None if no such rule was found."""
+    remedy: tuple[str, ...]
+    """Rules that were tried, after the recipe's own, and make the output finite wherever the reference is finite. Empty if no such
+    rules were found.
+    """
     reason: str = ""
     """Without a remedy: why there is none. With a remedy: a note that the reference has values that are not finite, or ""."""
     constant: float | None = None
@@ -124,9 +126,9 @@ class NonFiniteDiagnosis:
     infinite, or an epsilon that becomes 0. Otherwise None.
     """
     before: OutputDrift | None = None
-    """The drift of the main output without the rule `remedy`."""
+    """The drift of the main output without the rules of `remedy`."""
     after: OutputDrift | None = None
-    """The drift of the main output with the rule `remedy`, over the same inputs as `before`. None if there is no such rule."""
+    """The drift of the main output with the rules of `remedy`, over the same inputs as `before`. None if there are none."""
 
 
 @dataclass(frozen=True, slots=True)

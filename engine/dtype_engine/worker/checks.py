@@ -30,7 +30,7 @@ def check_event(event: object) -> None:
             _check_losses(event.report.lost)
             _check_rules(event.report.rules)
         case events.NonfiniteFound():
-            _check_rules((event.found.remedy,) if event.found.remedy is not None else ())
+            _check_rules(event.found.remedy)
         case events.LossRemedyFound():
             _check_rules(event.found.rules)
         case events.ScanUpdated():

@@ -12,6 +12,7 @@ import dtype_engine
 from dtype_engine.worker.message import Message
 
 if TYPE_CHECKING:
+    import dtype_engine.results.attribution
     import dtype_engine.results.drift
     import dtype_engine.results.losses
 
@@ -40,6 +41,8 @@ class ReportRequest(Message, frozen=True):
     replace: bool = False
     drift: dtype_engine.results.drift.DriftReport | None = None
     """A measurement of the recipe. If None, the recipe is measured for the report."""
+    nonfinite: dtype_engine.results.attribution.NonFiniteDiagnosis | None = None
+    """Where values stop being finite in this measurement, if they do and the app knows it already."""
 
 
 class ConvertRequest(Message, frozen=True):

@@ -17,6 +17,7 @@ from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.worker.opening import OpenModel
 from dtype_engine.worker.planned_losses import MAX_AUTOMATIC_BYTES, PlannedLosses
@@ -193,23 +194,28 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
     from dtype_engine.reports.versions import versions
 
     check_name(request.file)
-    drift, reason = (request.drift, "") if request.drift is not None else _measured(context)
+    drift, nonfinite, reason = (
+        (request.drift, request.nonfinite, "") if request.drift is not None else _measured(context)
+    )
     tree = context.model.tree()
     plan, losses = context.plan(tree), _losses(context)
-    report = build_report(tree, plan, context.title, context.settings, drift, versions(), reason, lost=losses)
+    report = build_report(tree, plan, context.title, context.settings, drift, versions(), reason, losses, nonfinite)
     return render(report, request.file), (f"without drift: {reason}",) if reason else ()
 
 
-def _measured(context: SaveContext) -> tuple[DriftReport | None, str]:
-    """Measure the drift of the recipe. Returns (report, ""), or (None, why there is no report)."""
+def _measured(context: SaveContext) -> tuple[DriftReport | None, NonFiniteDiagnosis | None, str]:
+    """Measure the drift of the recipe. Returns the report, where values stop being finite (None if all are finite), and "". If
+    there is no report, returns None twice, and the reason.
+    """
     session = context.model.session
     if session is None:
-        return None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"
+        return None, None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"
     session.use_recipe(context.recipe, cancelled=context.cancelled)
     try:
-        return session.drift(cancelled=context.cancelled), ""
+        report = session.drift(cancelled=context.cancelled)
+        return report, session.nonfinite(report, cancelled=context.cancelled), ""
     except NoForward as error:
-        return None, str(error)
+        return None, None, str(error)
 
 
 def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:

@@ -25,6 +25,7 @@ from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, S
 from dtype_engine.reports.document import build_report
 from dtype_engine.reports.render import render
 from dtype_engine.reports.versions import versions
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
 
 CASTS = ("*=bfloat16", "*norm*=float32", "*.mlp=float8_e4m3fn")
@@ -259,3 +260,33 @@ def test_a_name_that_says_no_format_is_refused(measured: Any) -> None:
     session, drift = measured
     with pytest.raises(UserError, match=r"\.html or \.md"):
         render(build_report(session.tree, session.plan, "x", RunSettings(), drift, {}), Path("report"))
+
+
+@pytest.mark.parametrize("name", ["r.html", "r.md"])
+def test_a_report_says_where_values_stop_being_finite_and_what_helps(name: str, tmp_path: Path) -> None:
+    found = NonFiniteDiagnosis(
+        "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("a.{2,3}=bfloat16", "head=bfloat16")
+    )  # fmt: skip
+    tree = Tree([TensorInfo("a.w", (3,), "float32")])
+    made = build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}, nonfinite=found)
+    text = render(made, tmp_path / name)
+    for words in ("a.b: pow in float16", "65504", "a.{2,3}=bfloat16", "head=bfloat16", "the output is finite"):
+        assert words in text.replace("\\", ""), words
+
+
+def test_the_written_report_of_a_recipe_that_overflows_has_its_remedy(tmp_path: Path) -> None:
+    source = tmp_path / "net.py"
+    source.write_text(
+        "import torch\n\nclass Net(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        torch.manual_seed(0)\n"
+        "        self.a, self.b = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)\n"
+        "        with torch.no_grad():\n            self.a.weight.fill_(6e4)\n"
+        "    def forward(self, x):\n        return self.b(self.a(x))\n\n"
+        "def example_inputs():\n    return {'x': torch.ones(2, 8)}\n"
+    )
+    arguments = ["report", f"{source}:Net", "--cast", "*=float16", "-o", str(tmp_path / "r.md")]
+    assert run(cli, "dtype-engine", arguments) == 0
+    text = (tmp_path / "r.md").read_text()
+    assert "Where values stop being finite" in text
+    assert "linear in float16" in text
+    assert "bfloat16" in text.partition("Where values stop being finite")[2].partition("##")[0]

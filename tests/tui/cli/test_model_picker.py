@@ -49,14 +49,14 @@ async def test_ctrl_c_says_what_quits() -> None:
 async def test_enter_opens_what_is_chosen() -> None:
     app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:
-        await pilot.press("j", "j", "enter")
+        await pilot.press("down", "down", "enter")
     assert app.return_value == "demo"
 
 
 async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
-        await pilot.press("tab", *"nowhere/x", "enter")
+        await pilot.press(*"nowhere/x", "enter")
         await pilot.pause()
         await until(pilot, lambda: "nowhere/x: no such folder or file" in screen(app))
         app.query_one(Input).value = "demo"
@@ -88,14 +88,39 @@ async def test_an_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPat
     assert printed.count("\n") == 1
 
 
+async def test_typing_filters_and_enter_opens_what_is_left() -> None:
+    app = ModelPicker(OFFERS, lambda model: None)
+    async with app.run_test() as pilot:
+        await pilot.press("down", "down", *"LLA")
+        assert app.query_one(OptionList).option_count == 1
+        assert app.query_one(OptionList).highlighted == 0
+        await pilot.press("escape")
+        assert app.query_one(OptionList).option_count == 3
+        await pilot.press(*"emo", "enter")
+    assert app.return_value == "demo"
+
+
+async def test_a_typed_path_that_exists_comes_before_longer_ones(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    app = ModelPicker(OFFERS, lambda model: None)
+    async with app.run_test() as pilot:
+        await pilot.press(*"llama")
+        assert app.query_one(OptionList).option_count == 2
+        await pilot.press("enter")
+    assert app.return_value == "llama"
+
+
 async def test_keys_to_and_fro_and_leaving() -> None:
     app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
-        await pilot.press("j", "k", "k")
+        await pilot.press("down", "up", "up")
         assert app.query_one(OptionList).highlighted == 2
-        await pilot.press("tab", "q")
+        await pilot.press("q")
         assert app.query_one(Input).value == "q"
-        await pilot.press("escape")
+        await pilot.press("escape", "escape")
     assert app.return_value is None
 
 

@@ -131,13 +131,17 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         assert engine(app).recipes == []
         await measured(app, pilot)
         found = NonFiniteDiagnosis(
-            "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, "model.layers.1.mlp=float32"
+            "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, ("model.layers.1.mlp=float32",)
         )  # fmt: skip
         await say(app, pilot, events.NonfiniteFound(BF16, found))
         words = " ".join(" ".join(line.split()) for line in screen(app).splitlines())
         assert "a applies" in words, screen(app)
         assert "mul" in words
         assert "model.layers.1.mlp →" in words, screen(app)
+        await pilot.press("w")
+        assert app.screen.tree_view.current.name == "model.layers.1.mlp", "where it begins, whatever drifts most"
+        await pilot.press("w")
+        assert app.screen.tree_view.current.name != "model.layers.1.mlp"
         await pilot.press("a")
         assert app.controller.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "float32")
         assert app.controller.experiment.results.nonfinite is None
@@ -206,7 +210,7 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         await until(pilot, lambda: app.controller.experiment.results.nonfinite is not None)
         assert "up_proj" in screen(app)
         assert app.controller.experiment.results.nonfinite is not None
-        assert app.controller.experiment.results.nonfinite.remedy == "model.layers.1.mlp.up_proj.weight=bfloat16"
+        assert app.controller.experiment.results.nonfinite.remedy == ("model.layers.1.mlp.up_proj.weight=bfloat16",)
         await pilot.press("a")
         await until(pilot, lambda: app.controller.experiment.results.report is not None)
         assert app.controller.experiment.results.report is not None

@@ -8,6 +8,9 @@ from tests.helpers.scenes import Scene, measured_in_part, measuring, mixed
 from tests.helpers.screen_text import lines, screen
 from textual.containers import VerticalScroll
 
+from dtype_engine.core.layer_kinds import totals_by_kind
+from dtype_engine.core.units import human_bytes
+
 
 @pytest.mark.parametrize(
     ("scene", "words"),
@@ -28,3 +31,15 @@ async def test_the_whole_model_has_a_drift_once_its_output_was_compared(scene: S
         assert "the whole model" in shown
         drift = " ".join(shown.partition(" drift ")[2].partition(" rule ")[0].split())
         assert drift == words, screen(app)
+
+
+async def test_the_whole_model_shows_the_bytes_of_each_kind_of_layer() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        await pilot.press("less_than_sign", "enter")
+        await pilot.pause()
+        totals = totals_by_kind(app.controller.experiment.tree, app.controller.experiment.plan.dtypes)
+        rows = [" ".join(line.split()) for line in lines(app)]
+        for kind, below in totals.items():
+            assert any(f" {kind} {human_bytes(below.total_bytes)} " in row for row in rows), screen(app)

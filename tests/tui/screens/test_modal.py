@@ -18,6 +18,7 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.save import SaveScreen
+from dtype_tui.state.results import Results
 
 WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p")
 
@@ -80,7 +81,7 @@ async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() ->
 async def test_a_plan_that_comes_before_the_window_is_drawn_is_shown_in_it() -> None:
     app = make_app()
     async with running(app) as pilot:
-        window = SaveScreen("demo", 0, None)
+        window = SaveScreen("demo", 0, Results())
         app.push_screen(window)
         window.post_message(EngineEvent(events.ExportPlanned(Recipe(), None, "it can not be exported")))
         await until(pilot, lambda: "it can not be exported" in screen(app))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from rich.text import Text
@@ -42,7 +43,11 @@ DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """An app in which the user chooses a model or types its name. `run` returns the name, or None if the user leaves."""
+    """An app in which the user chooses a model or types its name. `run` returns the name, or None if the user leaves.
+
+    Typed text filters the list. It is opened itself if it matches no model in the list. A typed path that exists comes first in the
+    list.
+    """
 
     TITLE = "dtype-tui"
     CSS = """
@@ -53,11 +58,12 @@ class ModelPicker(BaseApp[str]):
     #keys { height: 1; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("tab", "other_half", "Switch between the list and the line", priority=True),
-        Binding("escape,ctrl+q", "quit", "Quit", priority=True),
-        Binding("q", "quit", "Quit"),
-        Binding("j", "move('cursor_down')", "Down", show=False),
-        Binding("k", "move('cursor_up')", "Up", show=False),
+        Binding("down,tab", "move('cursor_down')", "Down", priority=True),
+        Binding("up,shift+tab", "move('cursor_up')", "Up", priority=True),
+        Binding("pagedown", "move('page_down')", "A page down", show=False, priority=True),
+        Binding("pageup", "move('page_up')", "A page up", show=False, priority=True),
+        Binding("escape", "leave", "Clear the line, then quit", priority=True),
+        Binding("ctrl+q", "quit", "Quit", priority=True),
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
@@ -67,46 +73,65 @@ class ModelPicker(BaseApp[str]):
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
+        self._shown: list[Offer] = []
+        """The models in the list: those of `offers` that contain the typed text."""
 
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
         yield Static(title, id="title")
-        yield LineInput("typed", self._enter, placeholder="a folder, a file, a Hugging Face id, file.py:Name, demo")
+        yield LineInput("typed", self._enter, self._filter, "a folder, a file, a Hugging Face id, file.py:Name, demo")
         yield Static(id="says", markup=False)
-        yield OptionList(id="offers")
-        yield Static(Text(" ↑↓ choose  Enter opens  Tab types a path  q quits", style="dim"), id="keys")
+        offers = OptionList(id="offers")
+        offers.can_focus = False  # the line keeps the focus, so that all letters go there
+        yield offers
+        yield Static(Text(" type to filter, or a path  ↑↓ choose  Enter opens  Esc quits", style="dim"), id="keys")
 
     def on_mount(self) -> None:
-        self.screen.set_focus(self.query_one(OptionList))
+        self.screen.set_focus(self.query_one(LineInput))
         self._fill()
         self.call_after_refresh(resume_gc)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._fill)
 
-    def _fill(self) -> None:
-        options = self.query_one(OptionList)
-        at = options.highlighted or 0
+    def _filter(self, text: str) -> None:
+        """Show the models that contain the typed text, in any case, and move the cursor to the first."""
+        if self.is_mounted:
+            self.query_one("#says", Static).update("")
+            self._fill(keep_cursor=False)
+
+    def _fill(self, keep_cursor: bool = True) -> None:
+        options, typed = self.query_one(OptionList), self.query_one(LineInput).value.strip()
+        at = options.highlighted or 0 if keep_cursor else 0
+        self._shown = [offer for offer in self.offers if typed.lower() in offer.model.lower()]
+        if typed and self._shown and all(offer.model != typed for offer in self._shown) and _is_path(typed):
+            self._shown.insert(0, Offer(typed, "as typed"))  # a path that is the beginning of others can be opened, too
         width = max(40, self.size.width - 6)
         options.clear_options()
         origin_width = max((len(offer.origin) for offer in self.offers), default=0)
         options.add_options(
-            [Option(offer_line(offer, width, origin_width), id=str(index)) for index, offer in enumerate(self.offers)]
+            [Option(offer_line(offer, width, origin_width), id=str(index)) for index, offer in enumerate(self._shown)]
         )
-        options.highlighted = min(at, len(self.offers) - 1)
-
-    def action_other_half(self) -> None:
-        typed = self.query_one(LineInput)
-        self.screen.set_focus(self.query_one(OptionList) if self.focused is typed else typed)
+        options.highlighted = min(at, len(self._shown) - 1) if self._shown else None
 
     def action_move(self, action: str) -> None:
         getattr(self.query_one(OptionList), f"action_{action}")()
 
+    def action_leave(self) -> None:
+        typed = self.query_one(LineInput)
+        if typed.value:
+            typed.put("")
+        else:
+            self.exit()
+
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        self._open(self.offers[int(event.option.id or 0)].model)
+        self._open(self._shown[int(event.option.id or 0)].model)
 
     def _enter(self, line: str) -> None:
-        if line.strip():
+        highlighted = self.query_one(OptionList).highlighted
+        if highlighted is not None:
+            self._open(self._shown[highlighted].model)
+        elif line.strip():
             self._open(line.strip())
 
     def _open(self, model: str) -> None:
@@ -116,6 +141,13 @@ class ModelPicker(BaseApp[str]):
             self.query_one("#says", Static).update(Text(str(error), style="bold", no_wrap=True, overflow="ellipsis"))
         else:
             self.exit(model)
+
+
+def _is_path(text: str) -> bool:
+    try:
+        return Path(text).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a zero byte, an unknown user
+        return False
 
 
 def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:

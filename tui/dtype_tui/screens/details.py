@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.layer_kinds import totals_by_kind
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
-from dtype_engine.core.units import decibels, human_bytes
+from dtype_engine.core.units import decibels, human_bytes, percent
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text, parameters_text
@@ -40,6 +41,10 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
             grid.add_row("tied", f"{names}: counted there, not here")
         grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
+        if not node:
+            for kind, below in totals_by_kind(experiment.tree, experiment.plan.dtypes).items():
+                share = percent(below.total_bytes / planned.total_bytes if planned.total_bytes else 0.0)
+                grid.add_row(kind, f"{_bytes_by_dtype(below)}, {share} % of the model")
         if module.keep_in_fp32:
             grid.add_row("keep float32", module.keep_in_fp32)
         drift = experiment.results.modules.get(node)

@@ -20,7 +20,6 @@ from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
-from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import (
@@ -33,6 +32,7 @@ from dtype_engine.worker.save_requests import (
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.state.results import Results
 from dtype_tui.widgets.line_input import LineInput
 
 Losses = tuple[ValueLoss, ...]
@@ -70,21 +70,21 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self,
         title: str,
         rules: int,
-        drift: DriftReport | None,
+        results: Results,
         lost: Callable[[], Losses | None] = lambda: None,
         host: str = "",
         check_path: Callable[[str, bool], None] = lambda path, for_export: None,
         source: Path | None = None,
     ) -> None:
-        """title: the name of the model. rules: number of rules in the recipe. drift: the current measurement. lost: returns the
-        weights in which casts make values infinite or zero, or None while these weights are unknown. host: the machine on which the
-        engine writes, or "" for this one. check_path: asks the engine whether a path exists there. source: the model's path on this
-        machine.
+        """title: the name of the model. rules: number of rules in the recipe. results: what is known about the recipe. lost:
+        returns the weights in which casts make values infinite or zero, or None while these weights are unknown. host: the machine
+        on which the engine writes, or "" for this one. check_path: asks the engine whether a path exists there. source: the model's
+        path on this machine.
         """
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
-        self._drift = drift
+        self._results = results
         self._planned: events.ExportPlanned | None = None
         self._warned: str | None = None
         self._lost = lost
@@ -172,13 +172,17 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         if self._kind == "checkpoint":
             return self._about_export()
         if self._kind == "recipe":
-            measured = "with the figures on the screen" if self._drift else "not measured yet, so it will hold no drift"
+            measured = (
+                "with the figures on the screen"
+                if self._results.report
+                else "not measured yet, so it will hold no drift"
+            )
             return [(f"{plural(self._rules, 'rule').capitalize()}, {measured}.", "")]
         if self._kind == "report":
             return [
                 (
                     "With the figures on the screen."
-                    if self._drift
+                    if self._results.report
                     else "The recipe is measured first, which takes a forward pass.",
                     "",
                 )
@@ -241,19 +245,19 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._warned = typed
             self.redraw()
             return
-        self.dismiss(save_request(self._kind, path, taken, self._drift))
+        self.dismiss(save_request(self._kind, path, taken, self._results))
 
 
-def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file. drift: the current
-    measurement, or None if there is none.
+def save_request(kind: str, path: Path, replace: bool, results: Results) -> SaveRequest:
+    """Return the request to write a file of one of `KINDS`. replace: whether to replace an existing file. results: what is known
+    about the current recipe.
     """
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)
         case "recipe":
-            return RecipeRequest(path, replace, drift)
+            return RecipeRequest(path, replace, results.report)
         case "report":
-            return ReportRequest(path, replace, drift)
+            return ReportRequest(path, replace, results.report, results.nonfinite)
         case target:
             return ConvertRequest(path, target, replace)

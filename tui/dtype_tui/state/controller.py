@@ -255,18 +255,16 @@ class Controller:
             self.notify("no rule matches this node", "information")
 
     def apply_remedy(self) -> None:
-        """Apply the rule that makes the output finite.
+        """Apply the rules that make the output finite.
 
-        If there is no such rule, apply the rules that prevent casts from making weight values infinite or zero.
+        If there are no such rules, apply the rules that prevent casts from making weight values infinite or zero.
         """
         nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
-        if nonfinite is not None and nonfinite.remedy is not None:
-            self.add_rule(Rule.parse(nonfinite.remedy))
-        elif losses is not None:
-            recipe = self.experiment.recipe
-            for rule in losses.rules:
-                recipe = recipe.then(Rule.parse(rule))
-            self.apply_recipe(recipe)
+        rules = nonfinite.remedy if nonfinite is not None else ()
+        if not rules and losses is not None:
+            rules = losses.rules
+        if rules:
+            self.apply_recipe(self.experiment.recipe.then(*map(Rule.parse, rules)))
         else:
             self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
 

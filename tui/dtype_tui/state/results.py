@@ -64,12 +64,18 @@ class Results:
         return worst_modules(self.modules.values())[:count]
 
     @property
+    def origin(self) -> str:
+        """The name of the module in whose code values stop being finite, or "" if there is none or it is the model itself."""
+        found = self.nonfinite
+        return (found.module if found.operation else found.first_module) if found is not None else ""
+
+    @property
     def loss_remedy_next(self) -> bool:
         """Whether the next press of the key for remedies applies `loss_remedy`.
 
         A remedy for a non-finite output is applied first.
         """
-        return self.nonfinite is None or self.nonfinite.remedy is None
+        return self.nonfinite is None or not self.nonfinite.remedy
 
 
 def measured_modules(report: DriftReport) -> Mapping[str, ModuleDrift]:

@@ -13,7 +13,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.recipe import Plan, Recipe, Rule, generalisations, make_plan, select
+from dtype_engine.recipe import Plan, Rule, generalisations, make_plan, select
 from dtype_engine.results.attribution import LossRemedy
 from dtype_engine.results.drift import DriftReport, drifts_less
 from dtype_engine.results.losses import ValueLoss
@@ -119,20 +119,14 @@ def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, se
 
 def _remedy(tree: Tree, plan: Plan, wanted: Mapping[str, str], reason: str) -> LossRemedy:
     rules = covering_rules(tree, wanted)
-    after = make_plan(tree, _with(plan.recipe, rules))
+    after = make_plan(tree, plan.recipe.then(*rules))
     return LossRemedy(tuple(map(str, rules)), tuple(wanted), plan.planned_bytes, after.planned_bytes, reason=reason)
-
-
-def _with(recipe: Recipe, rules: Iterable[Rule]) -> Recipe:
-    for rule in rules:
-        recipe = recipe.then(rule)
-    return recipe
 
 
 def _tried(
     meter: DriftMeter, tree: Tree, plan: Plan, remedy: LossRemedy, report: DriftReport, cancelled: IsCancelled
 ) -> LossRemedy:
-    recipe = _with(plan.recipe, map(Rule.parse, remedy.rules))
+    recipe = plan.recipe.then(*map(Rule.parse, remedy.rules))
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     before, sequences = report.output, report.sequences.done
     try:

@@ -4,9 +4,9 @@ One more pass runs inside a mode that sees every operation in its actual dtype. 
 values for finite arguments while it returns finite values in the reference. (A mask of -infinity is no error, because the reference
 has it, too.)
 
-Remedies are tested: larger and larger parts of the model around the culprit are cast to bfloat16, which has float32's range in two
-bytes, until the output is finite. If the output is finite from the start, because the model's code clamps or saturates, the search
-ends when all modules are finite.
+Remedies are tested: sets of weights around the culprit, from small to large, are cast to bfloat16, which has float32's range in two
+bytes, until the output is finite (`nonfinite_scopes.py`). If the output is finite from the start, because the model's code clamps
+or saturates, the search ends when all modules are finite.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from torch.overrides import TorchFunctionMode
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
-from dtype_engine.core.tree import Tree, is_number
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift, OutputDrift, drifts_less
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.nonfinite_scopes import Magnitudes, Scope, scopes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.op_tables import METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -61,6 +62,7 @@ class _OpObserver(TorchFunctionMode):
         observed: the pass's own mode, which knows the running module.
         events: non-finite operations and the names of finished modules, in order.
         largest: the largest finite |value| of the results, keyed by (module, operation).
+        reached: for each weight, by name, the largest finite |value| of the other arguments and the results of its operations.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:
@@ -69,6 +71,7 @@ class _OpObserver(TorchFunctionMode):
         self.observed: WeightMode | None = None
         self.events: list[_NonFiniteOp | str] = []
         self.largest: dict[tuple[str, str], float] = {}
+        self.reached: dict[str, float] = {}
         self._vanished: dict[str, float] = {}
 
     def observing(self, mode: WeightMode) -> _OpObserver:
@@ -81,35 +84,44 @@ class _OpObserver(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs, name = kwargs or {}, func.__name__
-        if name in METADATA or name.startswith(("__get__", "__set__", "is_", "empty", "new_empty")):
+        kwargs, operation = kwargs or {}, func.__name__
+        if operation in METADATA or operation.startswith(("__get__", "__set__", "is_", "empty", "new_empty")):
             return func(*args, **kwargs)
         given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
         bad_weights = tuple(
             weight.info.name for tensor in given if (weight := self._nonfinite_weight(tensor)) is not None
         )
         others = [tensor for tensor in given if id(tensor) not in self.weights]
-        sound = not bad_weights and all(bool(torch.isfinite(tensor).all()) for tensor in others)
+        sound = not bad_weights and all(map(_finite, others))
         before = max((_largest(tensor) for tensor in others), default=0.0) if sound else 0.0
-        floor = min((float(tensor.min()) for tensor in others), default=0.0) if sound else 0.0
+        floor = min((float(_wide(tensor).min()) for tensor in others), default=0.0) if sound else 0.0
         result = func(*args, **kwargs)
         outputs = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point() and tensor.numel()]
         module = self.observed.module if self.observed is not None else ""
-        key = module, name
+        key = module, operation
         for tensor in outputs:
             self.largest[key] = max(self.largest.get(key, 0.0), _largest(tensor))
+        for name in (self.weights[id(tensor)].info.name for tensor in given if id(tensor) in self.weights):
+            self.reached[name] = max(self.reached.get(name, 0.0), before, *map(_largest, outputs))
         if bad_weights:
             largest = max(
                 _largest(weight.original) for weight in self.weights.values() if weight.info.name in bad_weights
             )
-            self.events.append(_NonFiniteOp(module, name, dtype_name(_dtype(given)), largest, bad_weights))
+            self.events.append(_NonFiniteOp(module, operation, dtype_name(_dtype(given)), largest, bad_weights))
         elif sound and not _constant(args, kwargs):
             for tensor in outputs:
                 constant = self._unheld_constant(module, tensor.dtype, _numbers(func, args, kwargs))
-                if not bool(torch.isfinite(tensor).all()) and not _masks(tensor, floor):
-                    self.events.append(_NonFiniteOp(module, name, dtype_name(tensor.dtype), before, (), constant))
+                if not _finite(tensor) and not _masks(tensor, floor):
+                    self.events.append(_NonFiniteOp(module, operation, dtype_name(tensor.dtype), before, (), constant))
                     break
         return result
+
+    def magnitudes(self) -> Magnitudes:
+        """Return the largest magnitudes of the pass, by weight and by module."""
+        modules: dict[str, float] = {}
+        for (module, _), largest in self.largest.items():
+            modules[module] = max(modules.get(module, 0.0), largest)
+        return Magnitudes(self.reached, modules)
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
         """Return a number in the code of `module` that becomes infinite or zero in `dtype`, the running operation's dtype. Returns
@@ -133,8 +145,7 @@ class _OpObserver(TorchFunctionMode):
         weight = self.weights.get(id(tensor))
         if weight is None:
             return None
-        values = tensor.data if tensor.dtype == torch.float64 else tensor.data.float()
-        return None if bool(torch.isfinite(values).all()) else weight
+        return None if _finite(tensor.data) else weight
 
 
 @dataclass
@@ -148,7 +159,7 @@ class _FinishedModules(ModuleObserver):
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.operations.events.append(module)
-        if not bool(torch.isfinite(output).all()):
+        if not _finite(output):
             self.names.add(module)
 
 
@@ -171,11 +182,11 @@ def diagnose_nonfinite(
     modules = list(modules)
     first = next((each.name for each in modules if each.nonfinite), "")
     with ForwardRunner(meter.model, meter.settings, cancelled, behavior=meter.behavior) as runner:
-        culprit, largest_reference, first_module = _find_culprit(runner, meter.inputs, first, reference_bad)
+        origin = _find_origin(runner, meter.inputs, first, reference_bad)
     if reference_bad:
         stored = tuple(
             name for name, weight in meter.model.weights.items()
-            if weight.original.is_floating_point() and not bool(torch.isfinite(weight.original.float()).all())
+            if weight.original.is_floating_point() and not _finite(weight.original)
         )  # fmt: skip
         why = (
             f"{stored[0]} is stored with values that are not finite"
@@ -183,44 +194,49 @@ def diagnose_nonfinite(
             else "its own float32 values overflow or are NaN"
         )
         reason = f"the reference itself is not finite ({why}), so no dtype helps"
-        diagnosis = _diagnosis("reference", first_module, culprit, None, None, reason)
+        diagnosis = _diagnosis("reference", origin, (), reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
-    remedy, reason, after = None, "", None
-    scopes = list(_scopes(tree, culprit))
+    remedy: Scope = ()
+    reason, after = "", None
+    tried = _scopes(tree, recipe, origin)
     what: Literal["output", "modules"] = "output" if output.nonfinite else "modules"
-    for done, rule in enumerate(scopes):
-        on_trial(done, len(scopes))
-        after = _finite_output_under(meter, tree, recipe.then(rule), what, cancelled)
+    for done, rules in enumerate(tried):
+        on_trial(done, len(tried))
+        after = _finite_output_under(meter, tree, recipe.then(*rules), what, cancelled)
         if after is not None:
             if what == "modules":
-                rule, after = _better_in_float32(meter, tree, recipe, rule, after, cancelled)
-            remedy = str(rule)
+                rules, after = _better_in_float32(meter, tree, recipe, rules, after, cancelled)
+            remedy = rules
             reason = "the reference itself has other values that are not finite" if after.nonfinite_reference else ""
             break
-    if remedy is None:
+    if not remedy:
         reason = f"no rule was found that makes {'the output' if what == 'output' else 'every module'} finite"
         if meter.settings.autocast is not None:
             reason = f"torch.autocast computes in {meter.settings.autocast}, whatever the weights' dtypes: turn it off"
     kind: Literal["weight", "activation", "unknown"] = "unknown"
-    if culprit is not None:
-        kind = "weight" if culprit.weights else "activation"
-    diagnosis = _diagnosis(kind, first_module or first, culprit, largest_reference, remedy, reason)
+    if origin.culprit is not None:
+        kind = "weight" if origin.culprit.weights else "activation"
+    diagnosis = _diagnosis(kind, origin, remedy, reason)
     return dataclasses.replace(diagnosis, before=output, after=after)
 
 
-def _diagnosis(
-    kind: Literal["weight", "activation", "reference", "unknown"],
-    first: str,
-    culprit: _NonFiniteOp | None,
-    largest_reference: float | None,
-    remedy: str | None,
-    reason: str,
-) -> NonFiniteDiagnosis:
+def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Scope]:
+    """Return the rules to try, from narrow to wide."""
+    culprit = origin.culprit
     if culprit is None:
-        return NonFiniteDiagnosis(kind, first, first, "", "", None, (), None, None, remedy, reason)
+        return scopes(tree, recipe, "", (), 0.0, "", origin.reached)
+    return scopes(tree, recipe, culprit.module, culprit.weights, culprit.largest, culprit.dtype, origin.reached)
+
+
+def _diagnosis(
+    kind: Literal["weight", "activation", "reference", "unknown"], origin: _Origin, remedy: Scope, reason: str
+) -> NonFiniteDiagnosis:
+    first, culprit, rules = origin.first_module, origin.culprit, tuple(map(str, remedy))
+    if culprit is None:
+        return NonFiniteDiagnosis(kind, first, first, "", "", None, (), None, None, rules, reason)
     row = dtypes.BY_NAME.get(culprit.dtype)
     limit = row.max if row is not None else None
-    constant = culprit.constant
+    constant, largest_reference = culprit.constant, origin.largest_reference
     if constant is not None and limit is not None and abs(constant) < 1 and (largest_reference or 0.0) > limit:
         constant = None  # the reference's result is out of range anyway, so the constant is not the cause
     return NonFiniteDiagnosis(
@@ -233,18 +249,29 @@ def _diagnosis(
         weights=culprit.weights[:_MOST_WEIGHTS],
         largest=culprit.largest,
         largest_reference=largest_reference,
-        remedy=remedy,
+        remedy=rules,
         reason=reason,
         constant=constant,
     )
 
 
-def _find_culprit(
-    runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
-) -> tuple[_NonFiniteOp | None, float | None, str]:
-    """Return the operation at which non-finite values arise, its largest |result| in the reference, and the first module whose
-    output is not finite. first: the first module with a non-finite output in the measurement. reference_bad: whether the reference
-    itself is not finite.
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where non-finite values arise in a pass."""
+
+    culprit: _NonFiniteOp | None
+    """The operation, or None if it was not found."""
+    first_module: str
+    """The first module whose output is not finite, or "" if there is none."""
+    largest_reference: float | None = None
+    """The largest |result| of the culprit's operation in the reference, or None if it is unknown."""
+    reached: Magnitudes = field(default_factory=lambda: Magnitudes({}, {}))
+    """The largest magnitudes in the reference's pass over the same inputs."""
+
+
+def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
+    """Find the operation at which non-finite values arise. first: the first module with a non-finite output in the measurement.
+    reference_bad: whether the reference itself is not finite.
     """
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id)
@@ -254,7 +281,7 @@ def _find_culprit(
             events = [event for event in plain.events if isinstance(event, _NonFiniteOp)]
             if events or came_out.names:
                 order = [event for event in plain.events if isinstance(event, str) and event in came_out.names]
-                return (events[0] if events else None), None, (order[0] if order else "")
+                return _Origin(events[0] if events else None, order[0] if order else "")
             continue
         anyway = {(event.module, event.operation) for event in plain.events if isinstance(event, _NonFiniteOp)}
         always = came_out.names
@@ -276,9 +303,8 @@ def _find_culprit(
         # Inside the module, the first event is the cause; otherwise, the last event before the module.
         culprit = inside or before
         if culprit is not None:
-            key = culprit.module, culprit.operation
-            return culprit, plain.largest.get(key), first
-    return None, None, first
+            return _Origin(culprit, first, plain.largest.get((culprit.module, culprit.operation)), plain.magnitudes())
+    return _Origin(None, first)
 
 
 def _finite_output_under(
@@ -297,47 +323,30 @@ def _finite_output_under(
 
 
 def _better_in_float32(
-    meter: DriftMeter, tree: Tree, recipe: Recipe, rule: Rule, output: OutputDrift, cancelled: IsCancelled
-) -> tuple[Rule, OutputDrift]:
-    """Try whether a remedy is better with float32 in place of bfloat16. Returns the float32 rule and its drift if this drift is
-    lower than `output`, the drift under `rule`. Otherwise returns `rule` and `output`.
+    meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
+) -> tuple[Scope, OutputDrift]:
+    """Try whether a remedy is better with float32 in place of bfloat16. Returns the float32 rules and their drift if this drift is
+    lower than `output`, the drift under `rules`. Otherwise returns `rules` and `output`.
     """
-    wider = Rule.make(rule.pattern, "float32")
-    after = _finite_output_under(meter, tree, recipe.then(wider), "modules", cancelled)
-    return (wider, after) if after is not None and drifts_less(after, output) else (rule, output)
+    wider = tuple(Rule.make(rule.pattern, "float32") for rule in rules)
+    after = _finite_output_under(meter, tree, recipe.then(*wider), "modules", cancelled)
+    return (wider, after) if after is not None and drifts_less(after, output) else (rules, output)
 
 
-def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
-    """Yield rules to try as a remedy, from narrow to wide: for the culprit's weight, its module, and the modules above it. Inside a
-    list of numbered layers, a rule for the layer and all later ones is added. The last two rules cast the whole model, first to
-    bfloat16, then to float32. If the culprit is a weight with values beyond float32's range, the first rule casts it to float64.
-    """
-    patterns: list[str] = []
-    if culprit is not None:
-        if len(culprit.weights) == 1:
-            patterns.append(culprit.weights[0])
-        name = culprit.module
-        while name:
-            patterns.append(name)
-            above, _, last = name.rpartition(".")
-            node = tree.modules.get(above)
-            if is_number(last) and node is not None:
-                numbers = [int(label) for child in node.children.values() if is_number(label := child.label)]
-                if numbers and max(numbers) > int(last):
-                    patterns.append(f"{above + '.' if above else ''}{{{last}..{max(numbers)}}}")
-            name = above
-    if culprit is not None and len(culprit.weights) == 1 and culprit.largest > torch.finfo(torch.float32).max:
-        yield Rule.make(culprit.weights[0], "float64")
-    for pattern in dict.fromkeys([*patterns, "*"]):
-        yield Rule.make(pattern, "bfloat16")
-    yield Rule.make("*", "float32")
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in a dtype that holds its values and has all kernels, which float8 has not."""
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _finite(tensor: torch.Tensor) -> bool:
+    return bool(torch.isfinite(_wide(tensor)).all())
 
 
 def _largest(tensor: torch.Tensor) -> float:
     """Return the largest finite |value| of a tensor."""
     if not tensor.numel():
         return 0.0
-    magnitudes = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).abs()
+    magnitudes = _wide(tensor.detach()).abs()
     largest = float(magnitudes.max())
     return largest if math.isfinite(largest) else float(torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0).max())
 

@@ -31,9 +31,10 @@ def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settin
 
 
 def mended(session: Any, found: NonFiniteDiagnosis) -> bool:
-    assert found.remedy is not None
+    assert found.remedy
     assert session.drift().output.nonfinite  # trials left the recipe in force
-    session.cast(*found.remedy.rsplit("=", 1))
+    for rule in found.remedy:
+        session.cast(*rule.rsplit("=", 1))
     return session.drift().output.nonfinite == 0
 
 
@@ -47,7 +48,7 @@ def test_a_weight_beyond_float16() -> None:
     assert found.weights == (f"{MLP}.up_proj.weight",)
     assert (found.dtype, found.limit, found.operation) == ("float16", 65504.0, "linear")
     assert found.largest == 1e5
-    assert found.remedy == f"{MLP}.up_proj.weight=bfloat16"
+    assert found.remedy == (f"{MLP}.up_proj.weight=bfloat16",)
     assert mended(session, found)
 
 
@@ -68,7 +69,7 @@ def test_activations_beyond_float16_of_one_module() -> None:
         module(**inputs)
     assert found.largest_reference == pytest.approx(float(heard[0].abs().max()), rel=1e-6)
     assert found.largest < 65504 < found.largest_reference
-    assert found.remedy == f"{MLP}=bfloat16"
+    assert found.remedy == (f"{MLP}=bfloat16",)
     assert mended(session, found)
 
 
@@ -106,13 +107,14 @@ def test_a_linear_that_overflows_by_itself() -> None:
     found = session.nonfinite(report)
     assert (found.first_module, found.operation, found.dtype) == ("large", "linear", "float16")
     assert found.largest_reference == pytest.approx(largest, rel=1e-6)
-    pattern, dtype = found.remedy.rsplit("=", 1)
+    (rule,) = found.remedy
+    pattern, dtype = rule.rsplit("=", 1)
     assert pattern == "large"
     session.cast(pattern, dtype)
     after = session.drift()
     assert not any(each.nonfinite for each in after.modules)
     assert found.after == after.output
-    assert "every module is finite with it, SQNR" in nonfinite_lines(found)[-1]
+    assert "every module is finite, SQNR" in nonfinite_lines(found)[-1]
 
 
 def t5(seed: int = 25) -> Any:
@@ -143,7 +145,8 @@ def test_what_a_model_clamps_is_found_and_mended() -> None:
     assert not report.output.nonfinite
     found = session.nonfinite(report)
     assert (found.first_module, found.kind) == (wo, "activation")
-    pattern, dtype = found.remedy.rsplit("=", 1)
+    (rule,) = found.remedy
+    pattern, dtype = rule.rsplit("=", 1)
     assert pattern == wo
     narrow = t5().half()
     narrow.get_submodule(wo).weight.data = t5().get_submodule(wo).weight.data.to(getattr(torch, dtype))
@@ -237,7 +240,7 @@ def test_the_reference_itself_is_not_finite() -> None:
         module.model.layers[1].mlp.up_proj.weight[3, 4] = math.nan
 
     _, found = planted(plant)
-    assert (found.kind, found.remedy) == ("reference", None)
+    assert (found.kind, found.remedy) == ("reference", ())
     assert found.first_module == f"{MLP}.up_proj"
     assert found.weights == (f"{MLP}.up_proj.weight",)
     assert "no dtype helps" in found.reason
@@ -249,7 +252,7 @@ def test_a_reference_that_overflows_float32_itself() -> None:
         module.model.layers[0].mlp.down_proj.weight.mul_(1e30)
 
     _, found = planted(plant, "bfloat16")
-    assert (found.kind, found.remedy) == ("reference", None)
+    assert (found.kind, found.remedy) == ("reference", ())
     assert found.module.startswith("model.layers.0.mlp")
 
 
@@ -258,7 +261,7 @@ def test_autocast_overflows_whatever_the_rules_say() -> None:
         module.model.layers[1].mlp.up_proj.weight.mul_(1e7)
 
     _, found = planted(plant, "float32", autocast="float16")
-    assert found.remedy is None
+    assert found.remedy == ()
     assert "turn it off" in found.reason
 
 
@@ -305,8 +308,56 @@ def test_a_remedy_makes_finite_what_the_reference_has_finite() -> None:
     session.cast("*", "float16")
     found = session.nonfinite(session.drift())
     assert found is not None
-    assert found.remedy is not None
-    assert nonfinite_lines(found)[-1].endswith("tried, the output is finite with it where the reference is")
+    assert found.remedy
+    assert nonfinite_lines(found)[-1].endswith("tried, the output is finite where the reference is")
+
+
+class Residual(nn.Module):
+    """Four blocks, of which the third adds the square of something large, and a head that brings all of it back."""
+
+    class Block(nn.Module):
+        def __init__(self, squares: bool) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+            self.squares = squares
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.up(self.norm(x)))
+            y = self.down(y)
+            return x + (1000 * y) ** 2 if self.squares else x + y
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Residual.Block(number == 2) for number in range(4)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def test_the_remedy_leaves_the_users_rules_as_they_are() -> None:
+    """The blocks that the large values reach are cast, but no block before them, and no weight that has another dtype anyway."""
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    session = de.open(Residual(), inputs=(x,))
+    session.cast("*", "float16")
+    session.cast("type:LayerNorm", "float32")
+    session.cast("blocks.0.up", "float8_e4m3fn")
+    before = session.plan.dtypes
+    found = session.nonfinite(session.drift())
+    assert (found.module, found.operation) == ("blocks.2", "pow")
+    assert mended(session, found)
+    changed = {name for name, dtype in session.plan.dtypes.items() if dtype != before[name]}
+    linear = {f"{part}.{local}" for part in ("up", "down") for local in ("weight", "bias")}
+    assert changed == {f"blocks.{block}.{name}" for block in (2, 3) for name in linear} | {"head.weight", "head.bias"}
+    assert {session.plan.dtypes[name] for name in changed} == {"bfloat16"}
+    assert len(found.remedy) <= 3, found.remedy
+    for part in ("blocks.3", "head"):  # none of the two could be left out
+        session.cast(part, "float16")
+        assert session.drift().output.nonfinite
+        session.cast(part, "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -320,5 +371,5 @@ def test_a_weight_beyond_float32(dtype: str) -> None:
     session.cast("*", dtype)
     found = session.nonfinite(session.drift())
     assert (found.kind, found.module, found.weights, found.largest) == ("weight", "0", ("0.weight",), 1e39)
-    assert found.remedy == "0.weight=float64"
+    assert found.remedy == ("0.weight=float64",)
     assert mended(session, found)

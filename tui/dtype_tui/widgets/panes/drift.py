@@ -218,15 +218,14 @@ def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add rows to `grid` with the operation that produces infinite or NaN values, the rule that prevents them, and the key that
-    applies the rule.
+    """Add rows to `grid` with the operation that produces infinite or NaN values, the rules that prevent them, and the key that
+    applies these rules.
     """
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)
-    if diagnosis.remedy is not None:
-        rule = Rule.parse(diagnosis.remedy)
+    for number, rule in enumerate(map(Rule.parse, diagnosis.remedy)):
         words = f"{printable(rule.pattern, 200)} → {dtypes.short_name(rule.dtype)}"
-        grid.add_row("a applies", Text(words, style="bold"))
-    else:
+        grid.add_row("" if number else "a applies", Text(words, style="bold"))
+    if not diagnosis.remedy:
         grid.add_row("no remedy", printable(diagnosis.reason, 300))

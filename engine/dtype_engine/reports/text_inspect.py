@@ -1,0 +1,154 @@
+"""Formats a model's modules, dtypes, parameters and bytes as text for a terminal: as a tree, as the largest modules, or by kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from heapq import nlargest
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.alike import AlikeModules
+from dtype_engine.core.layer_kinds import totals_by_kind
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Module, TensorInfo, Totals, Tree
+from dtype_engine.core.units import human_bytes, human_count, percent, plural
+from dtype_engine.recipe import Plan, tensor_bytes
+from dtype_engine.reports.text import mix_text, parameters_text
+from dtype_engine.reports.text_table import table_lines
+
+_HEAD = ("module", "dtype, % of bytes", "parameters", "bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """Which part of the tree `tree_text` shows, and in which order."""
+
+    depth: int | None = None
+    """How many levels below the model are shown; None shows all."""
+    fold: bool = False
+    """Whether, of neighbouring layers that are alike, only the first is shown whole, and the others as one line."""
+    by_bytes: bool = False
+    """Whether the largest children of a module come first. Otherwise they are in the model's order."""
+
+
+def tree_text(tree: Tree, plan: Plan, title: str, view: TreeView) -> str:
+    """Return the modules with their dtypes, parameters and bytes, and the tensors of each module, as an indented tree."""
+    rows = [_HEAD, *_Rows(tree, plan, title, view).below(tree.root, 0)]
+    lines = table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3))
+    return "\n".join([*lines, *_unknown_counts(tree)])
+
+
+class _Rows:
+    """Makes the rows of the tree's table: label, dtypes, parameters and bytes."""
+
+    def __init__(self, tree: Tree, plan: Plan, title: str, view: TreeView) -> None:
+        self._tree, self._plan, self._title, self._view = tree, plan, title, view
+        self._totals = tree.totals(plan.dtypes)
+        self._alike = AlikeModules(tree, plan.dtypes) if view.fold else None
+
+    def below(self, module: Module, level: int) -> Iterator[tuple[str, str, str, str]]:
+        """Yield the row of a module, and those of its tensors and children. level: the number of modules above it."""
+        class_name = f"  {module.class_name}" if module.class_name else ""
+        yield _module_row("  " * level + (module.label or self._title) + class_name, self._totals[module.name])
+        if self._view.depth is not None and level >= self._view.depth:
+            return
+        for local, tensor in module.tensors.items():
+            yield self._tensor_row(module, local, tensor, level + 1)
+        children = list(module.children.values())
+        runs = self._alike.runs(children) if self._alike is not None else ([child] for child in children)
+        ordered = list(runs)
+        if self._view.by_bytes:
+            ordered.sort(key=lambda run: -sum(self._totals[child.name].total_bytes for child in run))
+        for first, *others in ordered:
+            yield from self.below(first, level + 1)
+            if len(others) == 1:
+                yield from self.below(others[0], level + 1)
+            elif others:
+                words = f"{others[0].label} … {others[-1].label}  {len(others)} like {first.label}"
+                yield _module_row("  " * (level + 1) + words, _sum(self._totals[child.name] for child in others))
+
+    def _tensor_row(self, module: Module, local: str, tensor: TensorInfo, level: int) -> tuple[str, str, str, str]:
+        name = f"{module.name}.{local}" if module.name else local
+        indent = "  " * level
+        if name != tensor.name:
+            return f"{indent}{local} = {tensor.name}", "", "", ""
+        planned = self._plan.dtypes[tensor.name]
+        dtype = dtypes.short_name(planned)
+        if planned != tensor.dtype:
+            dtype = f"{dtypes.short_name(tensor.dtype)}→{dtype}"
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
+        count = "" if kind else "unknown" if tensor.logical_numel == "unknown" else human_count(tensor.parameters)
+        return f"{indent}{local}  [{shape}]{kind}", dtype, count, human_bytes(tensor_bytes(tensor, planned))
+
+
+def _module_row(label: str, totals: Totals) -> tuple[str, str, str, str]:
+    size = "-" if totals.tied and not totals.nbytes else human_bytes(totals.total_bytes)
+    return label, mix_text(totals), parameters_text(totals), size
+
+
+def _sum(parts: Iterator[Totals]) -> Totals:
+    """Return the totals of several modules together."""
+    whole = Totals()
+    for part in parts:
+        whole.add_totals(part)
+    return whole
+
+
+def _unknown_counts(tree: Tree) -> list[str]:
+    """Return a line about the packed weights of which the number of parameters is unknown, if there are any."""
+    unknown = [tensor for tensor in tree.tensors.values() if tensor.logical_numel == "unknown"]
+    if not unknown:
+        return []
+    elements = human_count(sum(tensor.numel for tensor in unknown))
+    return [
+        f"> leaves out {plural(len(unknown), 'tensor')} of packed codes, whose packing is not known: {elements} stored "
+        f"elements, first {printable(unknown[0].name)}"
+    ]
+
+
+def largest_text(tree: Tree, plan: Plan, number: int) -> str:
+    """Return the modules whose own tensors take the most bytes, largest first, with their share of the model. number: how many."""
+    own = {module.name: _own_totals(module, plan.dtypes) for module in tree.walk()}
+    whole = sum(totals.total_bytes for totals in own.values())
+    largest = nlargest(number, ((name, totals) for name, totals in own.items()), key=lambda row: row[1].total_bytes)
+    rows = [
+        (printable(name) or "the model itself", mix_text(totals), parameters_text(totals), human_bytes(totals.total_bytes),
+         f"{percent(totals.total_bytes / whole)} %")
+        for name, totals in largest
+        if totals.total_bytes
+    ]  # fmt: skip
+    rest = whole - sum(totals.total_bytes for _, totals in largest)
+    lines = table_lines([(*_HEAD, "of the model"), *rows], (2, 3, 4))
+    if rest:
+        lines.append(
+            f"{human_bytes(rest)} more in {plural(sum(bool(t.nbytes) for t in own.values()) - len(rows), 'module')}"
+        )
+    return "\n".join(lines)
+
+
+def _own_totals(module: Module, planned: Mapping[str, str]) -> Totals:
+    """Return the totals of the tensors that the module itself holds. Tied weights count where their canonical name is."""
+    totals = Totals()
+    prefix = f"{module.name}." if module.name else ""
+    for local, tensor in module.tensors.items():
+        if tensor.counted and tensor.name == prefix + local:
+            totals.add_tensor(tensor, planned.get(tensor.name, tensor.dtype))
+    return totals
+
+
+def kinds_text(tree: Tree, plan: Plan) -> str:
+    """Return dtypes, parameters and bytes of each kind of layer, such as attention, MLP and norms, with its share of the model."""
+    found = totals_by_kind(tree, plan.dtypes)
+    whole = sum(totals.total_bytes for totals in found.values())
+    rows = [
+        (
+            kind,
+            mix_text(totals),
+            parameters_text(totals),
+            human_bytes(totals.total_bytes),
+            f"{percent(totals.total_bytes / whole if whole else 0.0)} %",
+        )
+        for kind, totals in found.items()
+    ]
+    return "\n".join(table_lines([("kind of layer", *_HEAD[1:], "of the model"), *rows], (2, 3, 4)))

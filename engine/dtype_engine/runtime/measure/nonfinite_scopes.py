@@ -1,0 +1,89 @@
+"""Chooses the rules to try against non-finite values: for sets of weights near the operation where they arise, smallest first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.tree import Tree, is_number
+from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_engine.recipe.minimize import minimize
+
+Scope = tuple[Rule, ...]
+"""Rules that are tried together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Magnitudes:
+    """The largest magnitudes in a pass of the reference, which say where a dtype's range is too small."""
+
+    weights: Mapping[str, float]
+    """By the name of a weight: the largest |value| of the activations that its operations take and return."""
+    modules: Mapping[str, float]
+    """By the name of a module: the largest |value| that an operation in the module's own code returns."""
+
+
+def scopes(
+    tree: Tree,
+    recipe: Recipe,
+    module: str,
+    weights: tuple[str, ...],
+    largest: float,
+    dtype: str,
+    reached: Magnitudes,
+) -> list[Scope]:
+    """Return sets of rules to try, from narrow to wide.
+
+    First come the culprit's own weight and module. Then come all weights of the culprit's dtype whose operations, in the reference,
+    exceed the dtype's range. Then come the modules above the culprit, and inside a list of numbered layers also the layer with all
+    later ones. Then come all weights of the culprit's dtype, and last the whole model, in bfloat16 and in float32.
+
+    recipe: the rules under which the values arise. module, weights, dtype: those of the operation where they arise; "", () and ""
+    if it is unknown. largest: the largest |value| of its weights, or of its arguments if its weights are finite.
+    """
+    found: list[Scope] = []
+    if len(weights) == 1:
+        if largest > torch.finfo(torch.float32).max:
+            found.append((Rule.make(weights[0], "float64"),))
+        found.append((Rule.make(weights[0], "bfloat16"),))
+    around = list(_around(tree, module))
+    found += [(Rule.make(pattern, "bfloat16"),) for pattern in around[:1]]
+    if dtype in dtypes.COMPUTE_DTYPES:
+        planned = make_plan(tree, recipe).dtypes
+        narrow = [name for name, chosen in planned.items() if chosen == dtype and tree.tensors[name].castable]
+        beyond = _beyond(narrow, dtypes.BY_NAME[dtype].max, reached)
+        found += [_in_bfloat16(tree, recipe, beyond)] if beyond else []
+    found += [(Rule.make(pattern, "bfloat16"),) for pattern in around[1:]]
+    if dtype in dtypes.COMPUTE_DTYPES and narrow:
+        found.append(_in_bfloat16(tree, recipe, narrow))
+    found += [(Rule.make("*", "bfloat16"),), (Rule.make("*", "float32"),)]
+    return list(dict.fromkeys(found))
+
+
+def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
+    return minimize(tree, dict.fromkeys(names, "bfloat16"), recipe).rules
+
+
+def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
+    """Return the weights among `names` whose operations exceed `limit`, or that lie inside a module whose own code does."""
+    modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
+    return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]
+
+
+def _around(tree: Tree, module: str) -> Iterator[str]:
+    """Yield patterns for a module and the modules above it, from narrow to wide. A numbered layer is followed by a pattern for this
+    layer and all later ones.
+    """
+    name = module
+    while name:
+        yield name
+        above, _, last = name.rpartition(".")
+        node = tree.modules.get(above)
+        if is_number(last) and node is not None:
+            numbers = [int(label) for child in node.children.values() if is_number(label := child.label)]
+            if numbers and max(numbers) > int(last):
+                yield f"{above + '.' if above else ''}{{{last}..{max(numbers)}}}"
+        name = above
