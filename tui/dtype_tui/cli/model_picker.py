@@ -96,7 +96,7 @@ class ModelPicker(BaseApp[str]):
 
     def _filter(self, text: str) -> None:
         """Show the models that contain the typed text, in any case, and move the cursor to the first."""
-        if self.is_mounted:
+        if self.query(OptionList):
             self.query_one("#says", Static).update("")
             self._fill(keep_cursor=False)
 
