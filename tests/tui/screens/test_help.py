@@ -12,7 +12,7 @@ from textual.containers import VerticalScroll
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.config import Config
 from dtype_tui.config.key_groups import GROUPS
-from dtype_tui.screens.help import search, sections
+from dtype_tui.screens.help import HelpScreen, search, sections
 from dtype_tui.widgets.module_tree import ModuleTree
 
 
@@ -107,6 +107,22 @@ def test_every_key_is_found_by_what_it_does() -> None:
         assert isinstance(binding, Binding)
         found = search(places, (), binding.description, 200).plain
         assert binding.description[1:] in found
+
+
+async def test_what_the_help_shows_is_found() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("question_mark")
+        await pilot.pause()
+        help_screen = app.screen
+        assert isinstance(help_screen, HelpScreen)
+        described = [words for _, entries in GROUPS for words, _ in entries]
+        for words in (*described, "worst", "copy its name"):
+            found = search(help_screen._searched(), help_screen._words, words, 200).plain
+            assert words in found, words
+        await pilot.press("slash", *"worst")
+        await pilot.pause()
+        assert "the worst module" in screen(app)
 
 
 def test_every_line_of_the_help_begins_small() -> None:

@@ -102,7 +102,7 @@ class HelpScreen(ModalScreen[None]):
         if not self.is_mounted:
             return
         width = max(30, self.query_one(VerticalScroll).size.width - 1)
-        page = search(self._sections, self._words, wanted, width) if wanted.strip() else self._page(width)
+        page = search(self._searched(), self._words, wanted, width) if wanted.strip() else self._page(width)
         self.query_one("VerticalScroll > Static", Static).update(page)
 
     def _page(self, width: int) -> Text:
@@ -118,6 +118,15 @@ class HelpScreen(ModalScreen[None]):
             for line in textwrap.wrap(text, width):
                 page.append(f"\n{line}")
         return page
+
+    def _searched(self) -> list[Section]:
+        """Return all keys that can be found: those for the node, those that the first page lists, and the sections. A key that the
+        first page describes in other words than its section has both descriptions.
+        """
+        node = f"Here: {printable(self._node, 500)}"
+        here = (node, [(_keys((name,), self._chosen), words) for name, words in self._node_keys])
+        groups = [(title, [_row_of(entry, self._chosen) for entry in entries]) for title, entries in GROUPS]
+        return [here, *groups, *self._sections]
 
     def action_search(self) -> None:
         field = self.query_one(LineInput)
@@ -206,7 +215,7 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
 
 def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
     """Return the groups of keys, each as a heading and one line per entry. chosen: the user's own keys, by binding id."""
-    return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
+    return [_block(title, [_row_of(entry, chosen) for entry in entries]) for title, entries in GROUPS]
 
 
 def _block(
@@ -232,7 +241,7 @@ def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
     return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
 
 
-def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
+def _row_of(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
     words, names = entry
     return _keys(names, chosen), words
 

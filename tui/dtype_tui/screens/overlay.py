@@ -28,6 +28,8 @@ class Overlay(ModalScreen[None]):
         Binding("escape,q,enter,question_mark", "dismiss", "Close"),
         Binding("j", "scroll(1)", "Down", show=False),
         Binding("k", "scroll(-1)", "Up", show=False),
+        Binding("g,less_than_sign", "edge(False)", "First line", show=False),
+        Binding("G,greater_than_sign", "edge(True)", "Last line", show=False),
     ]
 
     def __init__(self, title: str, body: Text | Table) -> None:
@@ -45,3 +47,8 @@ class Overlay(ModalScreen[None]):
             box.border_title = Text(self._title)
             box.border_subtitle = "Esc closes"
             yield Static(self._body, markup=False)
+
+    def action_edge(self, last: bool) -> None:
+        """Scroll to the first or the last line."""
+        box = self.query_one(VerticalScroll)
+        box.scroll_to(y=box.max_scroll_y if last else 0, animate=False)

@@ -45,4 +45,4 @@ def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
         ImplicitCastStats(module, operation, source, target, elements, count, raises)
         for (module, operation, source, target, raises), (elements, count) in sums.items()
     ]
-    return tuple(sorted(rows, key=lambda row: (row.target != "float64", -row.elements, row.module)))
+    return tuple(sorted(rows, key=lambda row: (row.target != "float64", -row.elements)))
