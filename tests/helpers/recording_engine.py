@@ -61,7 +61,7 @@ class RecordingEngine(Engine):
             case SetInputs():
                 self.lines.append(request.line)
             case Generate():
-                self.commands.append(f"generate {request.tokens}")
+                self.commands.append(f"generate {request.tokens} {request.prompt}".rstrip())
             case Scan():
                 self.commands.append(f"scan {','.join(request.dtypes)}")
             case Pause():

@@ -160,6 +160,13 @@ def generated(app: DtypeApp) -> events.Event:
     return events.Generated(app.controller.experiment.recipe, (Generation("class Worker:\n", *both),))
 
 
+async def generating(app: DtypeApp, pilot: Pilot[None]) -> None:
+    await mixed(app, pilot)
+    await pilot.press("g", *"class Worker:", "enter")
+    await say(app, pilot, generated(app), events.Idle())
+    await pilot.pause()
+
+
 def timed(app: DtypeApp) -> events.Event:
     rows = (
         SpeedRow("reference", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
@@ -250,7 +257,7 @@ SCENES: dict[str, Scene] = {
     "details": after(mixed, "enter"),
     "settings": after(ready, "comma"),
     "flow": with_event(mixed, flow),
-    "generation": with_event(mixed, generated),
+    "generation": generating,
     "speed": with_event(mixed, timed),
     "values": with_event(ready, values),
     "inputs": with_event(ready, inputs, "i"),

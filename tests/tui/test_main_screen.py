@@ -25,6 +25,7 @@ from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS
 from dtype_tui.main_screen import MainScreen
+from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
@@ -574,22 +575,39 @@ async def test_generated_text_stands_side_by_side_with_the_first_difference_mark
 ) -> None:
     async with running(app, size) as pilot:
         await pilot.press("g")
-        assert engine(app).commands[-1] == "generate 48"
-        await say(
-            app,
-            pilot,
-            ready(app),
-            events.WorkingProgress(app.controller.experiment.recipe, "generating: candidate", 3, 48),
-        )
-        assert "generating: candidate" in screen(app)
-        texts = (generation("def run\x1b[2J", "def rat\x1b[2J", 5),)
-        await say(app, pilot, events.Generated(app.controller.experiment.recipe, texts))
+        assert "generate" not in " ".join(engine(app).commands), "the first time it asks for a prompt and a length"
+        await pilot.press(*"def", "tab", "backspace", "backspace", "enter")
+        await pilot.pause()
+        assert "Give a length" in screen(app)
+        await pilot.press(*"24", "enter")
+        assert engine(app).commands[-1] == "generate 24 def"
+        recipe = app.controller.experiment.recipe
+        whole = generation("def run\x1b[2J", "def rat\x1b[2J", 5)
+        part = dataclasses.replace(whole, candidate=Written((), (), 0.0), finished=False)
+        await say(app, pilot, ready(app), events.TextGrown(recipe, part))
+        await until(pilot, lambda: "generating: reference" in screen(app))
+        assert "⟦" not in screen(app)
+        part = dataclasses.replace(whole, candidate=Written((*map(ord, "def ra"),), (*"def ra",), 0.1), finished=False)
+        await say(app, pilot, events.TextGrown(recipe, part))
+        await until(pilot, lambda: "def r⟦a⟧" in screen(app))  # the first difference is marked as it comes
+        await say(app, pilot, events.Generated(recipe, (whole,)))
+        await until(pilot, lambda: "22/s" in screen(app))
         text = screen(app)
         for words in ("reference", "candidate", "def r⟦u⟧n", "def r⟦a⟧t", "the first 5 tokens are the same", "22/s"):
             assert words in text
         assert "\x1b[2J" not in text
         await pilot.press("escape")
-        assert not isinstance(app.screen, Overlay)
+        assert not isinstance(app.screen, GenerationScreen)
+        asked = len(engine(app).commands)
+        await say(app, pilot, events.Idle())
+        await pilot.press("g")
+        await pilot.pause()
+        assert "def r⟦a⟧t" in screen(app)
+        assert len(engine(app).commands) == asked, "texts are kept while the recipe is the same"
+        await pilot.press("escape", "2", "g")
+        assert engine(app).commands[-1] == "generate 24 def", "and generated again with another"
+        await pilot.press("escape")
+        assert engine(app).commands[-1] == "cancel generate"
 
 
 async def test_a_check_has_a_screen_of_its_own(app: DtypeApp) -> None:

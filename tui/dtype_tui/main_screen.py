@@ -30,7 +30,7 @@ from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
+from dtype_tui.state.awaited import AwaitedResults, inspect
 from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
@@ -201,6 +201,8 @@ class MainScreen(Screen[None]):
                 self._go_to_wanted_cursor()
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
+            case events.Generated():
+                self._windows.keep_result(event)
             case _ if len(self.app.screen_stack) < MOST_WINDOWS:
                 self._windows.open_result(event, self.app.size.width)
         for window in self.app.screen_stack[1:]:
@@ -285,7 +287,7 @@ class MainScreen(Screen[None]):
         self._awaited.ask(TraceCasts())
 
     def action_generate(self) -> None:
-        self._awaited.ask(GENERATE)
+        self._windows.generation()
 
     def action_speed(self) -> None:
         self._awaited.ask(MeasureSpeed())

@@ -6,12 +6,27 @@ The module of a window is imported when the window opens, so that the first pain
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import Recipe
+from dtype_engine.results.runs import Generation
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import AttributeDrift, Cancel
+from dtype_engine.worker.commands import AttributeDrift, Cancel, Generate
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
+
+
+@dataclass
+class _LastGeneration:
+    """What the window for generated text showed last."""
+
+    wanted: Generate | None = None
+    """The prompt and length, or None if nothing was generated yet."""
+    texts: tuple[Generation, ...] = ()
+    made_with: tuple[Recipe, RunSettings] | None = None
+    """The recipe and settings with which `texts` were generated."""
 
 
 class Windows:
@@ -22,14 +37,16 @@ class Windows:
         self._experiment = controller.experiment
         self._tree = tree
         self._push = push
+        self._generation = _LastGeneration()
+
+    def keep_result(self, event: events.Generated) -> None:
+        """Keep generated texts for the next time that their window is opened."""
+        self._generation.texts = event.texts
+        self._generation.made_with = event.recipe, self._experiment.settings
 
     def open_result(self, event: events.Event, width: int) -> None:
         """Open the window for a result that has arrived. Other events open no window. width: the screen's width in cells."""
         match event:
-            case events.Generated():
-                from dtype_tui.screens.generation import generation_screen
-
-                self._push(generation_screen(event.texts))
             case events.SpeedMeasured():
                 from dtype_tui.screens.speed import speed_screen
 
@@ -46,6 +63,25 @@ class Windows:
                 from dtype_tui.screens.weight_values import weight_screen
 
                 self._push(weight_screen(self._experiment, event.name, event.stats))
+
+    def generation(self) -> None:
+        """Open the window that generates text. The prompt and length of the last time are kept, and so are their texts while the
+        recipe and the settings are the same.
+        """
+        controller, last = self._controller, self._generation
+        if self._experiment.model.no_forward:
+            controller.notify(self._experiment.model.no_forward, "warning")
+            return
+        from dtype_tui.screens.generation import GenerationScreen
+
+        def start(wanted: Generate) -> bool:
+            last.wanted, last.texts = wanted, ()
+            controller.ask(wanted)
+            return controller.activity.busy
+
+        same = (self._experiment.recipe, self._experiment.settings) == last.made_with
+        texts = last.texts if same else ()
+        self._push(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(Generate.name)))
 
     def presets(self) -> None:
         """Open the list of presets. The chosen preset replaces all rules."""

@@ -25,6 +25,8 @@ class Generation:
     prompt: str
     reference: Written
     candidate: Written
+    finished: bool = True
+    """Whether both texts are complete. While they are generated, first the reference's grows, then the candidate's."""
 
     @property
     def same_tokens(self) -> int:
@@ -37,8 +39,10 @@ class Generation:
 
     @property
     def differs(self) -> bool:
-        """Whether the two texts have different tokens."""
-        return self.reference.ids != self.candidate.ids
+        """Whether the two texts have different tokens. While they grow, only tokens that both have count."""
+        if self.finished:
+            return self.reference.ids != self.candidate.ids
+        return self.same_tokens < min(len(self.reference.ids), len(self.candidate.ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,8 @@ class Generate(Command, frozen=True):
 
     name = "generate"
     tokens: int
+    prompt: str = ""
+    """The text to continue, or "" for the model's inputs."""
 
 
 class Scan(Command, frozen=True):

@@ -195,6 +195,13 @@ class ImplicitCastsTraced(Event, frozen=True):
     casts: tuple[dtype_engine.results.drift.ImplicitCastStats, ...]
 
 
+class TextGrown(Event, frozen=True):
+    """Reports how far the reference and the candidate have continued a prompt, while `Generate` runs."""
+
+    recipe: Recipe
+    text: dtype_engine.results.runs.Generation
+
+
 class Generated(Event, frozen=True):
     """Reports the texts that the reference and the candidate generated: the answer to `Generate`."""
 
@@ -361,6 +368,7 @@ REPLACEABLE = (
     CastingProgress,
     MeasuringProgress,
     WorkingProgress,
+    TextGrown,
     SavingProgress,
     OutputMeasured,
     Memory,

@@ -42,6 +42,7 @@ from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.runs import Generation
     from dtype_engine.runtime.measure.running_totals import RunningTotals
     from dtype_engine.runtime.session.session import Session
 
@@ -130,7 +131,7 @@ class CommandRunner:
                 session.use_recipe(recipe, cancelled=token)
                 self._emit(events.AttributionReady(recipe, self._many.causes(session, recipe, token)))
             case Generate():
-                self._generate(session, recipe, command.tokens, token)
+                self._generate(session, recipe, command, token)
             case MeasureSpeed():
                 session.use_recipe(recipe, cancelled=token)
 
@@ -218,15 +219,20 @@ class CommandRunner:
         emit_inputs(session, self._emit)
         return (Measure(),)
 
-    def _generate(self, session: Session, recipe: Recipe, tokens: int, token: CancelToken) -> None:
-        throttle = Throttle()
+    def _generate(self, session: Session, recipe: Recipe, command: Generate, token: CancelToken) -> None:
+        throttle, shown = Throttle(), Throttle()
 
         def on_tokens(variant: str, done: int, most: int) -> None:
             if throttle.due():
                 self._emit(events.WorkingProgress(recipe, f"generating: {variant}", done, most))
 
+        def on_text(read: Callable[[], Generation]) -> None:
+            if shown.due():
+                self._emit(events.TextGrown(recipe, read()))
+
         session.use_recipe(recipe, cancelled=token)
-        self._emit(events.Generated(recipe, session.generate(tokens, on_tokens, token)))
+        texts = session.generate(command.tokens, on_tokens, token, command.prompt or None, on_text)
+        self._emit(events.Generated(recipe, texts))
 
     def _inspect(self, recipe: Recipe, command: InspectWeight, token: CancelToken) -> None:
         from dtype_engine.runtime.measure.weight_errors import inspect_live_weight, inspect_weight

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import CheckFiles, Command, Generate, InspectWeight, MeasureSpeed, TraceCasts
+from dtype_engine.worker.commands import CheckFiles, Command, InspectWeight, MeasureSpeed, TraceCasts
 from dtype_tui.state.controller import Controller
-
-GENERATE = Generate(tokens=48)
 
 _INSPECTED = (
     "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
@@ -48,8 +46,6 @@ class AwaitedResults:
         match event:
             case events.ImplicitCastsTraced():
                 self._answered(TraceCasts())
-            case events.Generated():
-                self._answered(GENERATE)
             case events.SpeedMeasured():
                 self._answered(MeasureSpeed())
             case events.FilesChecked():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
@@ -22,9 +24,19 @@ OnTokens = Callable[[str, int, int], None]
 done: the number of tokens generated until now, by the reference and the candidate together, for all prompts. If a text ends early,
 its missing tokens count as generated. most: the largest number that `done` can reach.
 """
+OnText = Callable[[Callable[[], Generation]], None]
+"""A progress callback, called after every token with a function that returns the texts generated until now. The caller calls this
+function only if it shows the texts, because it decodes all tokens.
+"""
 
 
-def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
+def generate(
+    runner: ForwardRunner,
+    inputs: Inputs,
+    tokens: int,
+    on_tokens: OnTokens,
+    on_text: OnText = lambda read: None,
+) -> tuple[Generation, ...]:
     """Let the reference and the candidate each continue every prompt of the user by up to `tokens` tokens, with greedy decoding.
     Returns both continuations of each prompt.
 
@@ -45,9 +57,20 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
         prompt, before = _prompt(batch, inputs), 2 * number * tokens
         of_reference = part_of(on_tokens, "reference", before, most)
         of_candidate = part_of(on_tokens, "candidate", before + tokens, most)
-        reference = _write(runner, "reference", runner.reference_batch(prompt), tokenizer, tokens, of_reference)
-        candidate = _write(runner, "candidate", runner.candidate_batch(prompt), tokenizer, tokens, of_candidate)
-        generations.append(Generation(_prompt_text(prompt, tokenizer), reference, candidate))
+        text = _prompt_text(prompt, tokenizer)
+
+        def reference_grows(written: _Growing, text: str = text) -> None:
+            on_text(lambda: Generation(text, written.read(), Written((), (), 0.0), finished=False))
+
+        first = runner.reference_batch(prompt)
+        reference = _write(runner, "reference", first, tokenizer, tokens, of_reference, reference_grows)
+
+        def candidate_grows(written: _Growing, text: str = text, reference: Written = reference) -> None:
+            on_text(lambda: Generation(text, reference, written.read(), finished=False))
+
+        second = runner.candidate_batch(prompt)
+        candidate = _write(runner, "candidate", second, tokenizer, tokens, of_candidate, candidate_grows)
+        generations.append(Generation(text, reference, candidate))
     return tuple(generations)
 
 
@@ -81,12 +104,37 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     return Batch(batch.args, kwargs)
 
 
+@dataclass(slots=True)
+class _Growing:
+    """A text that is being generated."""
+
+    tokenizer: Any
+    ids: torch.Tensor
+    """The generated token ids until now, in one dimension."""
+    started: float
+    """The time at which the generation began, from `time.perf_counter`."""
+
+    def read(self) -> Written:
+        ids = self.ids.tolist()
+        return Written(tuple(ids), pieces(self.tokenizer, ids), time.perf_counter() - self.started)
+
+
 def _write(
-    runner: ForwardRunner, run: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: Callable[[int], None]
+    runner: ForwardRunner,
+    run: Literal["reference", "candidate"],
+    prompt: Batch,
+    tokenizer: Any,
+    tokens: int,
+    on_tokens: Callable[[int], None],
+    on_text: Callable[[_Growing], None],
 ) -> Written:
+    """Generate a text with one of the two models. on_tokens: called with the number of generated tokens. on_text: called with the
+    growing text; both are called after every token.
+    """
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []
+    started = time.perf_counter()
 
     class Progress(StoppingCriteria):  # type: ignore[misc]
         """A stopping criterion that never stops the generation, but reports its progress and raises Cancelled."""
@@ -97,6 +145,7 @@ def _write(
             if not began:
                 began.append(input_ids.shape[1] - 1)
             on_tokens(input_ids.shape[1] - began[0])
+            on_text(_Growing(tokenizer, input_ids[0, began[0] :], started))
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     module: Any = runner.model.module

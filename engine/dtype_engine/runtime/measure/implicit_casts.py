@@ -32,7 +32,7 @@ def implicit_casts(runner: ForwardRunner, batch: Batch) -> tuple[ImplicitCastSta
 
 def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
     """Combine the casts with the same module, operation and dtypes into one entry each. Casts to float64 come first, then those
-    with the most elements.
+    with the most elements; equals keep the order of the pass.
 
     Casts to float64 are rarely intended: a single float64 input or weight silently widens all later operations.
     """

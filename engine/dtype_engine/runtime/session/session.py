@@ -34,7 +34,7 @@ from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
-from dtype_engine.runtime.measure.generation import OnTokens, generate
+from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import implicit_casts
 from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
@@ -572,14 +572,21 @@ class Session:
 
     @reading_weights
     def generate(
-        self, tokens: int = 32, on_tokens: OnTokens = ignore, cancelled: IsCancelled = never
+        self,
+        tokens: int = 32,
+        on_tokens: OnTokens = ignore,
+        cancelled: IsCancelled = never,
+        prompt: str | None = None,
+        on_text: OnText = ignore,
     ) -> tuple[Generation, ...]:
         """Continue every input with the reference and with the candidate, by greedy decoding.
 
         Args:
             tokens: The maximum number of tokens to generate for each input.
+            prompt: A text to continue in place of the inputs. Pictures and sounds among the inputs stay.
             on_tokens: Called with the run ("reference" or "candidate"), the number of generated tokens, and the total maximum.
             cancelled: Checked after every token.
+            on_text: Called after every token with a function that returns the texts of the prompt until now.
 
         Returns:
             Both texts for each input. Raises what `drift` raises, and NoForward also for a model that can't generate.
@@ -589,7 +596,12 @@ class Session:
             False
         """
         with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
-            return generate(runner, self.need_inputs(), tokens, on_tokens)
+            inputs = self.need_inputs()
+            if prompt is not None:
+                inputs = make_inputs(
+                    self.model, dataclasses.replace(self.options, prompts=(prompt,), texts=(), tensors=None)
+                )
+            return generate(runner, inputs, tokens, on_tokens, on_text)
 
     @reading_weights
     def speed(

@@ -47,6 +47,31 @@ def test_a_mix_that_torch_refuses_writes_too_and_the_users_prompts_are_continued
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
+def test_a_prompt_in_place_of_the_inputs_is_continued_as_transformers_does_and_grows_token_by_token() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from dtype_engine.checkpoint.source import DEMO
+
+    session = de.open()
+    session.cast("*", "bfloat16")
+    inputs = session.inputs
+    grown: list[Generation] = []
+    (text,) = session.generate(6, prompt="def add(a, b):", on_text=lambda read: grown.append(read()))
+    assert session.inputs is inputs
+    ids = AutoTokenizer.from_pretrained(DEMO)("def add(a, b):", return_tensors="pt")["input_ids"]
+    for dtype, written in ((torch.float32, text.reference), (torch.bfloat16, text.candidate)):
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=dtype).eval()
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
+        assert list(written.ids) == expected[0, ids.shape[1] :].tolist()
+    assert [(len(part.reference.ids), len(part.candidate.ids)) for part in grown] == [
+        *((count, 0) for count in range(1, 7)),
+        *((6, count) for count in range(1, 7)),
+    ]
+    assert not any(part.finished for part in grown)
+    assert grown[-1].reference.text == text.reference.text
+    assert grown[-1].candidate.text == text.candidate.text
+
+
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
 def test_models_of_every_kind_write(name: str) -> None:
     module, inputs = architectures.make(name)
