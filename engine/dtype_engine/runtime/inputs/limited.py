@@ -167,8 +167,9 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int)
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
     job: the chat template or the steps of a tokenizer that the child runs, with the texts to run them on. memory: how many bytes
-    the child may use in addition to the imported libraries. allowances: how many times the time limit for one text the child may
-    take in all. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
+    the child may use in addition to the imported libraries. allowances: the child may take this many times as long as `limits`
+    allow for one text, for example once for each text. Raises _Ended if the child exceeds a limit, and _Failed if it fails by
+    itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

@@ -55,8 +55,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is measured at once: a single module, or the subtree of modules at or below the module `name`. modules: those modules in
-    it that themselves run operations with weights.
+    """One part of the model whose share of the drift is measured: a single module, or a subtree.
+
+    name: the module, or the module at the top of the subtree. modules: the modules of this part that themselves run operations with
+    weights, such as `layers.0.mlp.up_proj` and `layers.0.mlp.down_proj` for `layers.0.mlp`.
     """
 
     name: str
@@ -65,8 +67,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The results for one module or subtree: how much its casts make the main output drift, in the unit of the attribution report;
-    and the SQNR in dB of the module's own output, or None if this is unknown.
+    """The results for one module or subtree.
+
+    drift: how far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token.
+    local_sqnr_db: the SQNR of the module's own output in dB, or None if it is unknown.
     """
 
     drift: float

@@ -86,7 +86,9 @@ class DriftMeter:
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The number of module calls in a pass, keyed by whether the pass watches all modules (True) or only some (False)."""
+    """The number of module calls whose outputs a pass observes, keyed by whether it observes all modules (True) or only some
+    (False).
+    """
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -198,8 +200,9 @@ class DriftMeter:
     def _expect(
         self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
     ) -> None:
-        """Update, in the progress report, the sequences over which the reference and the candidate still have to run, including
-        `step`.
+        """Tell the progress report over which sequences the reference and the candidate still have to run. These are the sequence
+        of `step` and the ones after it. totals: the results until now, from which the number of sequences that are needed is
+        estimated.
         """
         every = (listener.all_modules or never)()
         steps = {

@@ -58,11 +58,10 @@ class _NonFiniteOp:
 class _OpObserver(TorchFunctionMode):
     """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
 
-    Attributes:
-        observed: the pass's own mode, which knows the running module.
-        events: non-finite operations and the names of finished modules, in order.
-        largest: the largest finite |value| of the results, keyed by (module, operation).
-        reached: for each weight, by name, the largest finite |value| of the other arguments and the results of its operations.
+    Attributes: observed: the pass's own mode, which knows the running module. events: non-finite operations and the names of
+    finished modules, in order. largest: the largest finite |value| of the results, keyed by (module, operation). reached: the
+    largest finite |value| among the activations that go into and come out of the operations of a weight, keyed by the weight's
+    name.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:
@@ -124,11 +123,12 @@ class _OpObserver(TorchFunctionMode):
         return Magnitudes(self.reached, modules)
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return a number in the code of `module` that becomes infinite or zero in `dtype`, the running operation's dtype. Returns
-        None if there is none.
+        """Return a number in the model's code that `dtype` can't represent, or None. For example, an epsilon of 1e-12 is zero in
+        float16.
 
-        numbers: the float arguments of the operation. The first of them that is infinite in `dtype` is returned. If there is none,
-        the result is the number that most recently became zero in an operation of this module.
+        numbers: the float arguments of the running operation. The first of them that becomes infinite in `dtype` is returned. If
+        there is none, the number that most recently became zero in an operation of `module`, this one or an earlier one, is
+        returned.
         """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
@@ -334,7 +334,7 @@ def _better_in_float32(
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a dtype that holds its values and has all kernels, which float8 has not."""
+    """Return the tensor in float32 or float64, for which torch has all kernels."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

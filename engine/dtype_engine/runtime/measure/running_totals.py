@@ -156,8 +156,10 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of the relative L2 error and of the mean KL, as estimates of their values over all
-        sequences. An error is None if it is unknown.
+        """Return the relative standard errors of two metrics, the relative L2 error and the mean KL, over the sequences run until
+        now. Each says how far the metric may be from its value over all sequences of the inputs. It is None if it is unknown.
+
+        sequences: the comparisons of the sequences run until now.
         """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]

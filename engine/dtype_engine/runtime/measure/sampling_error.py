@@ -61,10 +61,11 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
 
 
 def log_normal_error(variance: float) -> float:
-    """Return half the distance from 1 to the upper limit of the log-normal 95 % interval of a value with this relative variance.
+    """Return the relative standard error of a positive, skewed estimate with this relative variance: half the distance from 1 to
+    the upper limit of the log-normal 95 % interval around 1.
 
-    For a small variance this is the standard error. (Burnham et al., "Design and Analysis Methods for Fish Survival Experiments",
-    1987, 2.I.1.)
+    For a small variance, this is the square root of the variance. (Burnham et al., "Design and Analysis Methods for Fish Survival
+    Experiments", 1987, 2.I.1.)
     """
     return math.expm1(2 * math.sqrt(math.log1p(variance))) / 2
 

@@ -315,11 +315,11 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments of a call with hidden weights replaced. A hidden weight is a tensor that shares the memory of a
-        replaced weight without being known to the mode, which did not see how it was made (by `torch.vmap`, or by
-        `nn.Parameter(weight)`).
+        """Return the arguments of a call with hidden weights replaced by values.
 
-        Raises NoForward if such a tensor is only a part of the weight, or inside of another transform, such as `torch.func.grad`.
+        A hidden weight is a tensor that shares the memory of a replaced weight, but that the mode does not know. The mode did not
+        see how it was made: for example by `torch.vmap`, or by `nn.Parameter(weight)`. Raises NoForward if a hidden weight is only
+        a part of the replaced weight, or inside of another transform, such as `torch.func.grad`.
         """
         if not self._narrow:
             return args, kwargs

@@ -39,9 +39,11 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""Number of `topk` calls that are sampled over all sequences."""
+"""Number of `topk` calls (by routers) that are sampled, counted over all sequences."""
 _SWAPPED = 8
-"""The cost of a swap is measured by swapping the tokens with the smallest margins: 1 / `_SWAPPED` of all tokens."""
+"""To measure what one swap costs, the k-th and the next expert are swapped for 1 / `_SWAPPED` of all tokens. These are the tokens
+with the smallest margin between the scores of the two experts.
+"""
 
 
 @dataclass(slots=True)

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""In a pass without module comparison, the outputs of the modules that the model calls directly are kept, so that the next pass can
-skip unchanged calls. If one of these calls contains more than 1 / `_OUTLINE` of all calls of the pass, the outputs of the calls
-directly inside it are kept, too: some of them can then be skipped even if others have changed.
+"""If a call contains more than 1 / `_OUTLINE` of all calls of the pass, `outline` also lists the modules called directly inside it:
+some of these calls can then be skipped even if others have changed.
 """
 
 
@@ -32,8 +31,10 @@ def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozens
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
-    """Return a small set of modules whose outputs suffice to skip unchanged calls in the next pass: the modules that the model
-    calls directly and, if such a call contains a tenth of all calls or more, the modules called directly inside it, and so on.
+    """Return a small set of modules whose outputs are worth keeping, so that the next pass can skip calls that have not changed.
+
+    The set has the modules that the model calls directly. If such a call contains more than a tenth of all calls, the set also has
+    the modules called directly inside it, and so on.
 
     finished: the called module's name for each call of a pass, in the order in which calls ended. spans: for each of these calls,
     how many calls had finished when it began.
