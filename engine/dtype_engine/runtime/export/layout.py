@@ -68,7 +68,9 @@ class Layout:
     """The folders and files of an export, and the kind of model that they hold."""
 
     kind: Kind = "model"
-    """The kind of model that the export holds, which decides how it is loaded. A "component" is a single diffusers model."""
+    """The kind of model that the export holds, such as "pipeline" or "adapter"; it decides how the export is loaded. A "component"
+    is a single diffusers model.
+    """
     parts: tuple[Part, ...] = (Part(),)
     copied: tuple[tuple[Path, str], ...] = ()
     """The files to copy unchanged, each with its path in the export."""

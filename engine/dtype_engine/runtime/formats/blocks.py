@@ -121,8 +121,8 @@ class BlockWork:
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
         """Return the largest of the given magnitudes in each block: float32 [blocks down, blocks across].
 
-        The magnitudes are compared by their bits, read as integers, since non-negative floats have the same order as their bits,
-        and torch reduces small groups of integers several times as fast as floats.
+        The bits of the magnitudes are compared as integers. This gives the same order, because magnitudes are not negative, and
+        torch reduces small groups of integers several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 

@@ -130,8 +130,8 @@ def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of the steps that a tokenizer performs before it looks up tokens (its normalizer, its pre-tokenizer, and
-    the search for added tokens), as plain data.
+    """Return the settings of what a tokenizer does before it looks up tokens: its normalizer, its pre-tokenizer, and the search for
+    added tokens. The settings are plain data, in the form of tokenizer.json.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}

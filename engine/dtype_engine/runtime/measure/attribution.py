@@ -243,8 +243,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with only the casts of `part` (if None, all casts). Returns the unit and the drift of the main output, and
-        the SQNR in dB of the module's own output if `part` is a single module.
+        """Run the model with cast weights in `part` only (if None, in all modules). Returns three results: the unit of the drift,
+        such as nats per token; the drift of the main output; and, if `part` is a single module, the SQNR in dB of its own output.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__

@@ -21,8 +21,8 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""`count(name, dtype)` returns how many values of a tensor a cast to `dtype` loses (they become infinite or zero, or saturate), or
-None if it only rounds values. name: the tensor's canonical name.
+"""A function called as `count(name, dtype)`. It returns how many values of the tensor with this canonical name are lost in a cast
+to `dtype`: they become infinite or zero, or saturate. It returns None if the cast only rounds values.
 """
 OnTrial = Callable[[int, int], None]
 

@@ -157,11 +157,11 @@ tensors, one below the other. `_BELOW`: the weight is one matrix, which consists
 def _positions(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each tensor of the files in the weight into which transformers packs it: (index of the matrix, or None
-    if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix).
+    """Return the position of each tensor of the files in the weight into which transformers packs it, for example (3, 1): index of
+    the matrix, or None if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix.
 
     found: for each tensor, the name of its weight in the loaded model, and the name pattern by which a converter of transformers
-    selects the tensor (None if no converter does). converters: all converters that transformers uses for the model.
+    selects it (None if no converter does). converters: all converters that transformers uses for the model.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:

@@ -115,16 +115,16 @@ class WeightMode(TorchFunctionMode):
         """
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes, except float32 and float64, in which the module holds the weights that this pass replaces. An argument of one
-        of these dtypes may be such a weight without being recognised as one, so `revealed` examines it.
+        """The dtypes, except float32 and float64, of the weights that this pass replaces. An argument of a call in one of these
+        dtypes may be a hidden weight, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
         """The current values of the weights that the pass has changed, keyed by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The weights and the tensors in `kept` that the pass has changed through a view of their memory: (tensor, copy of its old
-        values), keyed by the tensor's `id`. The old values are restored after the pass.
+        """The weights and the tensors in `kept` whose memory the pass has changed through a view. Each entry is (tensor, copy of
+        its old values), keyed by the tensor's `id`. The old values are restored after the pass.
         """
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}

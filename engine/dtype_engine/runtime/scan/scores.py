@@ -31,8 +31,8 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 _PRIOR_FREEDOM = 8
-"""The weight that the mean variance of all scores has in the variance of each score, in degrees of freedom. A score's own variance
-has one degree of freedom less than there are sequences.
+"""How strongly the mean variance of all scores counts in the variance of one score, in degrees of freedom. For comparison, the
+score's own variance has one degree of freedom less than there are sequences.
 """
 _APPROXIMATION = 0.1
 """The relative standard error of a score that remains with any number of samples, because the estimate is an approximation. On
@@ -137,11 +137,12 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Shrink, for each weight, the ratios of `sums` to `independent` (see `SequenceScores`) in its dtypes towards their mean, so
-    that scores vary less from sample to sample.
+    """Return factors that make the scores of a weight vary less from sample to sample: one for each score, and one for its
+    variance.
 
-    Returns two factors for each score that changes: one for the score, and one for its variance. done: the results of each
-    sequence. wanted: the dtypes of each weight. variance: the relative variance of the samples.
+    The ratio of `sums` to `independent` (see `SequenceScores`) is nearly the same in all dtypes of a weight. A score's factor
+    shrinks its ratio towards the mean ratio of the weight. done: the results of each sequence. wanted: the dtypes of each weight.
+    variance: the relative variance of the samples. Scores that do not change are omitted.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():

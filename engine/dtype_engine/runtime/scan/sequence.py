@@ -254,8 +254,8 @@ class _Gradients:
     call.
     """
     square_columns: torch.Tensor
-    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which its products with squared
-    errors Δ² are added: 0 for the probes, then one column for each sampled `topk` call.
+    """For each row of `squares`, the column of the sums Σ g²Δ² in `SequenceScan._independent` to which it contributes: 0 for the
+    probes, then one column for each sampled `topk` call.
     """
 
     @classmethod

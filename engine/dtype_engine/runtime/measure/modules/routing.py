@@ -66,8 +66,10 @@ class RoutingComparer:
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Receive the scores [..., experts] of a router that returns only scores, and record the router if the largest scores of a
-        token belong to other experts, or are in another order, than those of the reference.
+        """Receive the scores [..., experts] of a router that returns no choice, but only scores.
+
+        For each token, the experts with the largest scores are its choice. If they, or their order, differ from those of the
+        reference for any token, the router is recorded.
         """
         width = candidate.shape[-1] if candidate.ndim else 0
         if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
