@@ -181,8 +181,8 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files, except its weights in any file format, which the export replaces. with_config: whether to
-        copy its config.json, too.
+        """Collect the files of a component except those that hold weights, in any file format: the export writes the weights
+        itself. with_config: whether to copy the component's config.json, too.
         """
         written = {file.name for file in component.files}
         self.other_weights += [

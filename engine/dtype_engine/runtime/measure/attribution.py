@@ -46,7 +46,7 @@ MOST_PASSES = 160
 are split.
 """
 ENOUGH_POSITIONS = 256
-"""Batches are run until at least this many output rows have been compared."""
+"""The attribution runs further batches until at least this many output rows have been compared."""
 _BUDGET = 1 << 30
 """Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
 

@@ -81,7 +81,7 @@ class DriftMeter:
     shape.
     """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts that passes of `candidate` have shown about it, kept for later passes, if it is another model than `model`."""
+    """Like `behavior`, but for `candidate`, if this is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
@@ -306,7 +306,9 @@ def _precision(listener: MeasurementListener) -> float | None:
 
 
 def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
-    """Return a notice if the model contains torch's own encoders, whose fast paths torch disables while a mode is active."""
+    """Return a notice for the user if the model contains encoders of torch itself (`nn.TransformerEncoder`). torch has a faster
+    implementation of them, which is not used while a torch-function mode intercepts calls.
+    """
     found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
     if found is None:
         return ()

@@ -29,7 +29,9 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
-"""Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
+"""The measurement of the noise floor runs further batches until at least this many output rows have been compared; it needs no
+more.
+"""
 _SAME_ROWS = 1e-2
 _RUNS = 4
 """How many runs the progress counts for each batch: one of the reference, one with another attention kernel, and two for a batch of

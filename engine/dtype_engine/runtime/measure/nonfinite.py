@@ -221,7 +221,9 @@ def diagnose_nonfinite(
 
 
 def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Scope]:
-    """Return the rules to try, from narrow to wide."""
+    """Return the sets of rules to try as a remedy for the values at `origin`: first rules for few weights, then for more and
+    more.
+    """
     culprit = origin.culprit
     if culprit is None:
         return scopes(tree, recipe, "", (), 0.0, "", origin.reached)
@@ -260,13 +262,13 @@ class _Origin:
     """Where non-finite values arise in a pass."""
 
     culprit: _NonFiniteOp | None
-    """The operation, or None if it was not found."""
+    """The operation at which the values arise, or None if it was not found."""
     first_module: str
     """The first module whose output is not finite, or "" if there is none."""
     largest_reference: float | None = None
-    """The largest |result| of the culprit's operation in the reference, or None if it is unknown."""
+    """The largest |value| that the same operation returns in the reference, or None if it is unknown."""
     reached: Magnitudes = field(default_factory=lambda: Magnitudes({}, {}))
-    """The largest magnitudes in the reference's pass over the same inputs."""
+    """The largest magnitudes in the reference, run over the same inputs."""
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:

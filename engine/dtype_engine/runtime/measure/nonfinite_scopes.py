@@ -13,17 +13,17 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 
 Scope = tuple[Rule, ...]
-"""Rules that are tried together."""
+"""A set of rules that are tried together as one remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The largest magnitudes in a pass of the reference, which say where a dtype's range is too small."""
+    """The largest magnitudes in a pass of the reference. They show which weights and modules need a dtype of larger range."""
 
     weights: Mapping[str, float]
-    """By the name of a weight: the largest |value| of the activations that its operations take and return."""
+    """For each weight, by name: the largest |value| of the activations that go into or come out of its operations."""
     modules: Mapping[str, float]
-    """By the name of a module: the largest |value| that an operation in the module's own code returns."""
+    """For each module, by name: the largest |value| that an operation in the module's own code returns."""
 
 
 def scopes(

@@ -12,8 +12,9 @@ adds the error of the first sequence's own mean, computed by batch means over bl
 positions are alike.
 
 A measurement may stop at the first sequence whose error is small enough, which favours errors that are too small by chance. The
-error therefore has two corrections, so that two errors hold in about 95 of 100 cases: that of Student's t-distribution, with
-n - 1 + `_PRIOR_FREEDOM` degrees of freedom, and `log_normal_error`, because drifts of sequences are positive and skewed.
+error is therefore corrected, so that the mean over all sequences is within two errors in about 95 of 100 cases. The first
+correction is that of Student's t-distribution, with n - 1 + `_PRIOR_FREEDOM` degrees of freedom. The second is `log_normal_error`,
+because drifts of sequences are positive and skewed.
 
 `make benchmarks` prints how often the mean over all sequences is within two of these standard errors of the estimate. The estimate
 has two limits. First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over

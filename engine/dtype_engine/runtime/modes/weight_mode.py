@@ -100,7 +100,7 @@ class WeightMode(TorchFunctionMode):
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
-        """Whether any torch call ran with other arguments than the model's code passed, because of dtypes."""
+        """Whether the pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
         """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
@@ -394,8 +394,10 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace the weights in `found` now, keyed by `id`. dtype: the dtype of the operation's activation.
-        name: the operation.
+        """Return the values that replace some weights in one operation, keyed by the `id` of the weight's tensor. If the model's
+        code has written to a weight, its new values are returned.
+
+        found: the weights, with the same keys. dtype: the dtype of the operation's activation. name: the operation.
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))

@@ -86,7 +86,9 @@ class ForwardPass:
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """Return the call in an earlier pass whose output replaces the module's next call, or None if the module must be called."""
+        """Return the record of an earlier pass for the next call of the module `name`, if the output in this record is used and the
+        call is skipped. Return None if the module must be called.
+        """
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 

@@ -25,7 +25,7 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, LocalErrors, summed
 from dtype_engine.runtime.scan.routing import Key
 
 MOST_PASSES = 128
-"""Maximum number of passes in a sequence, each for one weight in one dtype."""
+"""Maximum number of passes over a sequence that measure single weights. Each pass measures one weight in one dtype."""
 _NOISE = 4.0
 """A drift is attributed to casts if it is more than this many times as large as the drift of a pass without casts."""
 

@@ -51,7 +51,9 @@ from dtype_engine.search.sensitivity import is_lossless
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""A plain forward pass is timed in one of this many sequences. For the others, its time is estimated from the output size."""
+"""One of this many sequences is also run in a plain forward pass, to time it. For the others, this time is estimated from the
+output size.
+"""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]

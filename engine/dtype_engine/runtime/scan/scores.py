@@ -53,10 +53,14 @@ class SequenceScores:
     independent, and varies far less between probes.
     """
     complete: bool = False
-    """Whether the probes span the output space, so that `sums` are exact."""
+    """Whether the probes are all the vectors that define the drift's second-order term, instead of random ones. `sums` are then
+    exact.
+    """
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """The same quantity as `sums`, measured by separate passes for the few weights whose dtype the model's code reads."""
+    """Drifts that were measured by separate passes, for the few weights whose dtype the model's code reads. They are in the unit of
+    `sums` and are used instead.
+    """
 
     def replace(self, key: Key, drift: float) -> None:
         """Replace the estimate of a weight in a dtype by a measured drift, summed over the sequence's positions."""

@@ -81,7 +81,9 @@ class RoutingComparer:
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router sent at least one token to another expert than the reference did. tokens: all tokens of the call."""
+        """Record that a router sent at least one token to another expert than the reference did. tokens: the number of all tokens
+        in this call.
+        """
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:
