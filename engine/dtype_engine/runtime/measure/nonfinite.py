@@ -58,10 +58,11 @@ class _NonFiniteOp:
 class _OpObserver(TorchFunctionMode):
     """A torch-function mode that checks the result of every operation in a pass. It must be entered before the pass's own mode.
 
-    Attributes: observed: the pass's own mode, which knows the running module. events: non-finite operations and the names of
-    finished modules, in order. largest: the largest finite |value| of the results, keyed by (module, operation). reached: the
-    largest finite |value| among the activations that go into and come out of the operations of a weight, keyed by the weight's
-    name.
+    Attributes:
+        observed: the pass's own mode, which knows the running module.
+        events: non-finite operations and the names of finished modules, in order.
+        largest: the largest finite |value| of the results, keyed by (module, operation).
+        reached: the largest finite |value| of the activations that go into or come out of a weight's operations, keyed by the weight.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:

@@ -83,10 +83,12 @@ def converted_names(
     names: the tensors of the files. live: the weights of the loaded model, keyed by name. The result maps a tensor's name in the
     files to three items, for example `experts.3.up_proj.weight` to (`experts.gate_up_proj`, True, (3, 1)):
 
-    1. the name of the weight in `live`; 2. whether this weight is packed from several tensors of the files; 3. if it is, the
-    position of this tensor: (index of the matrix, here the expert 3; number of the tensor among those stacked in the rows of this
-    matrix, here the second). The index is None if the weight is a single matrix. The position is None if the tensors are combined
-    in another way.
+    1. the name of the weight in `live`;
+    2. whether this weight is packed from several tensors of the files;
+    3. if it is, the position of this tensor: (index of the matrix, here that of expert 3; number of the tensor among those stacked
+       in the rows of this matrix, here the second). The index is None if the weight is a single matrix.
+
+    The position is None if the tensors are combined in another way.
     """
     try:
         renamed, converters = _renamed(module, names, live)

@@ -55,8 +55,9 @@ def record_call(
     The record holds the output for reuse only if the output consists of tensors and plain values, without other objects such as a
     key-value cache. It does not hold an output with one of these tensors:
 
-    - a weight or a view of a weight, whose dtype may change the dtype of later operations; - a tensor with an autograd graph, or
-    without a version counter; - a nested tensor, or a tensor inside of `torch.vmap`.
+    - a weight or a view of a weight, whose dtype may change the dtype of later operations;
+    - a tensor with an autograd graph, or without a version counter;
+    - a nested tensor, or a tensor inside of `torch.vmap`.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
