@@ -56,9 +56,9 @@ def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Return what goes wrong if `from_pretrained` of transformers loads the experts among `items`, in words that follow
-    "from_pretrained": for example "it raises an error when it packs experts in int8". Returns None if nothing goes wrong, or if the
-    experts are not in a compressed-tensors layout.
+    """Return a clause that says what `from_pretrained` of transformers does wrong if it loads the experts among `items`. For
+    example: "it raises an error when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a
+    compressed-tensors layout.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):

@@ -62,7 +62,7 @@ class _OpObserver(TorchFunctionMode):
         observed: the pass's own mode, which knows the running module.
         events: non-finite operations and the names of finished modules, in order.
         largest: the largest finite |value| of the results, keyed by (module, operation).
-        reached: the largest finite |value| of the activations that go into or come out of a weight's operations, keyed by the weight.
+        reached: the largest finite |value| of the activations in the operations of a weight, keyed by the name of the weight.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:

@@ -75,7 +75,7 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
     """Return groups of stored tensors that need a common scale, because the packed weight has one scale for all of them. In a
     format with a tensor scale, this is a single group of all tensors. In a format with channel scales, there is a group for each
-    matrix of a weight with several. Otherwise, there are no groups.
+    matrix, if the weight has several matrices. Otherwise, there are no groups.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
