@@ -75,8 +75,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype to use for a tensor instead of `dtype`: the nearest one in which its values are only rounded, or `STORED` if
-    no such dtype has fewer bits than the stored dtype. count: finds how many values a cast would lose.
+    """Return the nearest dtype to use for a tensor instead of `dtype`, so that its values are only rounded. Returns `STORED` if
+    only dtypes with as many bits as the stored dtype, or more, hold the values. count: finds how many values a cast would lose.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

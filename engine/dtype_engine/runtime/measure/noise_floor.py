@@ -117,8 +117,11 @@ def _variants(
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run a batch in which each input is repeated `times` times. Returns the main output of the first copy, or None if the run
-    fails or the copies have different outputs. reference: the batch's main output; each copy's output must have its shape.
+    """Run a variant of the reference: the inputs of a batch, each repeated `times` times. Returns the main output for the first
+    copy, or None if the run fails or the copies have different outputs.
+
+    batch: the inputs, already repeated. reference: the main output for the inputs without repetition, whose shape the output for
+    each copy must have.
     """
     try:
         output = main_output(_run(runner, batch))[1]

@@ -1,20 +1,22 @@
 """Combines the results of all sequences into a score and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error).
+A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers, with these
+two fields of `SequenceScores`.
 
-The relative variance of a score is the larger of two: 2 / samples, which is that of a mean square of Gaussian numbers, and that of
-a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor estimate of the latter, so it is
-a weighted mean of the score's own variance and the mean variance of all scores (a scaled inverse chi-squared prior; Gelman et al.,
-"Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it happens to be low, its error would be low, too. The
-error is therefore half the distance from the score to the upper limit of its log-normal 95 % interval (`log_normal_error`).
+The relative variance of a score is the larger of two. The first is 2 / samples, the variance of a mean square of Gaussian numbers.
+The second is the variance of a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor
+estimate of the second, so it is replaced by a weighted mean of the score's own variance and the mean variance of all scores (a
+scaled inverse chi-squared prior; Gelman et al., "Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it
+happens to be low, its error would be low, too. The error is therefore half the distance from the score to the upper limit of its
+log-normal 95 % interval (`log_normal_error`).
 
 A sample (Σ g·Δ)² of gradients g and local errors Δ has a relative standard error of √2, and samples of different dtypes are
 independent. Its ratio to Σ g²Δ² shows how strongly an operation's errors are correlated, and is nearly the same in all dtypes of a
 weight. Therefore each ratio is shrunk towards the mean ratio of its weight, unless ratios differ between dtypes by more than
 sampling explains. This is an empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's
-Estimator and its Generalizations" (1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the
-amount by which the mean variance between dtypes exceeds v. This reduces the variance of the samples to
-v (own + (1 - own) / dtypes), where own is that weight, but not the variance between sequences.
+Estimator and its Generalizations" (1975). A ratio's own value has the weight own = a / (a + v), and the mean ratio has the rest.
+Here v is the sampling variance, and a is the amount by which the mean variance between dtypes exceeds v. This reduces the sampling
+variance of a score to v (own + (1 - own) / dtypes). The variance between sequences stays the same.
 
 `python -m tests.benchmarks.scan errors` prints how often the exact score is within two of these errors.
 """

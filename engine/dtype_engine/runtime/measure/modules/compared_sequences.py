@@ -1,9 +1,10 @@
 """Decides in which sequences modules are compared, and which modules are watched in passes over the other sequences.
 
-Comparing the outputs of all modules takes a quarter of the time of a pass, and up to as long as the pass itself for bfloat16 on
-processors with bfloat16 units. Modules are therefore compared in some sequences only. One of them is the first sequence, which is
-short. The others are chosen so that they have at most a sixth of the input elements that are run after the first sequence. In the
-chosen sequences, all elements of the outputs are compared. The main output is compared in every sequence.
+Comparing the outputs of all modules takes a quarter of the time of a pass. If the pass runs in bfloat16 on a processor with
+bfloat16 units, comparing takes up to as long as the pass itself. Modules are therefore compared in some sequences only. One of them
+is the first sequence, which is short. The others are chosen so that they have at most a sixth of the input elements that are run
+after the first sequence. In the chosen sequences, all elements of the outputs are compared. The main output is compared in every
+sequence.
 """
 
 from __future__ import annotations
