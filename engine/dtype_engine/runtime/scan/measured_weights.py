@@ -84,9 +84,9 @@ def measure_unfollowed(
     """Return the measured drift of each weight whose effect on the output the scan could not follow, in each of its dtypes.
 
     drift: a function that casts some weights, given as a mapping from names to dtypes, runs a pass, and returns its drift. costly:
-    for each weight, the dtypes in which it is to be scored and whose cast changes values. unfollowed: the weights that the model
-    used in a way that was not recorded. followed: the weights with an estimate that is not 0. Raises UserError if more than
-    `MOST_PASSES` passes are needed.
+    for each weight, the dtypes in which it is to be scored, except those whose cast changes no values. unfollowed: the weights that
+    the model used in a way that was not recorded. followed: the weights with an estimate that is not 0. Raises UserError if more
+    than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]
