@@ -42,7 +42,7 @@ class MeasurementProgress(ModuleObserver):
 
         numbers: their indexes among the inputs. with_reference: the indexes of those over which the reference also has to run.
         rest: the estimated fraction of these sequences that is needed for results of the requested precision; 1 if all are needed.
-        The reported total may fall with this estimate, but does not rise again.
+        While `rest` is below 1, the reported total may fall, but it does not rise.
         """
         self._end_pass()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
