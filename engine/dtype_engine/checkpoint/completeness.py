@@ -37,7 +37,7 @@ class IndexReport:
     that holds the tensor).
     """
     unnamed: tuple[str, ...] = ()
-    """Names of the tensors that are in a file which the index names, but not in the index."""
+    """Names of the tensors that the index does not list, although they are in a file that the index names."""
 
     @property
     def coverage(self) -> Coverage:
@@ -76,7 +76,8 @@ def what_is_missing(
     """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
     index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
-    class of the model. prefix: a prefix that every tensor name in the files has and the model's own names lack, or "".
+    class of the model. prefix: a prefix, such as `module.`, that all tensor names in the files have and the model's own names lack;
+    "" if there is none.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()

@@ -328,8 +328,8 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in the order of `order`. At the end come tied weights of which only an
-        alias is below the module.
+        """Yield each tensor at or below a module once, in the order of `order`. After them come the tied weights whose canonical
+        name is elsewhere in the tree and that have an alias below the module.
         """
         node = self.modules[module]
         yield from self.order[node.first : node.end]

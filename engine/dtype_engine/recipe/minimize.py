@@ -42,8 +42,8 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return a recipe of those `rules` that are needed: the plan of `after` followed by them still has the dtypes `target`, by
-    tensor name.
+    """Return `rules` as a recipe, without the rules that have no effect. If the result is appended to the recipe `after`, the plan
+    has the dtypes `target`, as with all `rules`. target: dtypes by tensor name.
     """
     index = 0
     while index < len(rules):

@@ -112,9 +112,13 @@ class VerifyReport:
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
-    """The drift of the source under the recipe, or None if drift was not measured."""
+    """The drift of the source model, cast in memory by the export's recipe, from the float32 reference. None if drift was not
+    measured.
+    """
     drift_after: OutputDrift | None = None
-    """The drift of the weights loaded from the export, against the same reference as `drift_before`."""
+    """The drift of the model loaded from the export, from the same reference. It equals `drift_before` if the export is exact. None
+    if drift was not measured.
+    """
     unchecked: tuple[str, ...] = ()
     """Sentences for the user about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()

@@ -145,7 +145,8 @@ def sections(
     explanations of terms, each as (title, text).
 
     The main screen comes first, then the tree. Descriptions begin with a lower-case letter here, unlike in the command palette.
-    words: explanations to which this function adds those of two windows. chosen: the user's own keys, by binding id.
+    words: explanations of terms, as (title, text). Those of two windows are added to them. chosen: the user's own keys, by binding
+    id.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),

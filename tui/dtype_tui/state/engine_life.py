@@ -90,8 +90,8 @@ class EngineLife:
     def _reset(self, error: str | None) -> list[str]:
         """Record that no work is running any more.
 
-        Returns parts of a sentence that tell the user which work is lost. error: why there is no engine, or None if another engine
-        is starting.
+        Returns parts of a sentence that tell the user which work is lost, such as "the files that it was writing are lost". error:
+        why there is no engine, or None if another engine is starting.
         """
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
