@@ -41,7 +41,7 @@ class Layout:
     """
 
     what: str
-    """Words that complete the sentence "a weight that is ...", to describe the weight to the user."""
+    """Words that describe the weight to the user and complete "a weight that is ...", such as "packed by compressed-tensors"."""
     codes: str
     scale: str
     """The suffix of the scales, without which the codes can't be read."""

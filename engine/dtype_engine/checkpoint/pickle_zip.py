@@ -99,7 +99,7 @@ def refuse_cut_zip(path: Path) -> None:
 def is_compressed(path: Path) -> bool:
     """Return whether a file is a zip archive with compressed records.
 
-    Such an archive must not be mapped, because its bytes are not the weights.
+    Such an archive must not be mapped, because its bytes are not the values of the weights.
     """
     if not zipfile.is_zipfile(path):
         return False

@@ -207,7 +207,7 @@ def _first_byte(path: Path) -> bytes:
 def _refused(path: Path, error: Exception) -> str:
     """Return the sentence that refuses a pickle because the pickle holds objects other than tensors.
 
-    The sentence names one of the objects, if one is known.
+    The sentence names one of the objects, if the error from torch names one.
     """
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):

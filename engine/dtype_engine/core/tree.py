@@ -370,8 +370,8 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Three lists of running sums over `order`, whose entry i counts the first i tensors: parameters, elements of persistent
-        buffers, and packed weights with an unknown number of parameters.
+        """Three lists of running sums over `order`: the numbers of parameters, of elements in persistent buffers, and of packed
+        weights with an unknown number of parameters. Entry i is the sum over the first i tensors.
         """
         parameters, buffers, unknown = [0], [0], [0]
         for tensor in self.order:

@@ -23,8 +23,8 @@ _MOST_KINDS = 4
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
     """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored.
 
-    after: rules that come before those of the result, if any. Tensors that are not in `wanted` then keep their dtypes under these
-    rules.
+    after: a recipe to which the result is to be appended, if any. Tensors that are not in `wanted` then keep their dtypes under
+    that recipe.
     """
     after = after or Recipe()
     now = dict(make_plan(tree, after).dtypes)

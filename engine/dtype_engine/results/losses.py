@@ -9,8 +9,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""If a cast to a floating-point dtype makes a smaller fraction than this of a tensor's values zero, that may count as ordinary
-rounding.
+"""If a cast to a floating-point dtype makes values of a tensor zero, this may count as ordinary rounding, provided that they are a
+smaller fraction of its values than this.
 """
 
 

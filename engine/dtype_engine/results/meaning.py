@@ -75,7 +75,7 @@ HELP = (
     f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs "
     "alone), otherwise broken. An output that is not finite is broken. Other models and texts may tolerate more or less."
 )
-"""The help text about the words, their limits, and the sources of the limits."""
+"""The help text about the words that rate a drift, such as "small": their limits, and where these come from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,7 +148,9 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now)."""
+        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now, such as
+        "Esc stops").
+        """
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
