@@ -30,7 +30,9 @@ class IndexReport:
     found: int
     """How many of the tensors in the index are in a file that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
-    """One entry for each tensor in the index that is in no file which the index names: (tensor name, file name in the index)."""
+    """One entry for each tensor that the index lists, but that none of the files which it names holds: (tensor name, file name in
+    the index).
+    """
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
     """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file

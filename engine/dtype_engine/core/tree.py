@@ -45,7 +45,7 @@ class TensorInfo:
     dtype alone prevents that.
     """
     quantized: bool = False
-    """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own
+    """Whether the tensor holds codes, for example in float8 or int8, and the files also hold their scales, as in this program's own
     exports.
     """
     made_on_load: bool = False
@@ -104,7 +104,9 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """If a rule matches the tensor but does not cast it, the reason, in words that follow the tensor's name."""
+        """Why a rule that matches the tensor does not cast it, in words that follow the tensor's name, such as "is stored as int64,
+        which is never cast".
+        """
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"

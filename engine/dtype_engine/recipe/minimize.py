@@ -146,8 +146,8 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _uniform_modules_above(self, name: str) -> list[str]:
-        """Return a pattern for each module above the tensor `name` whose tensors all need the same dtype. Each pattern matches one
-        module.
+        """Return the modules above the tensor `name` in which all tensors need the same dtype, each as a pattern that matches this
+        module only.
         """
         return [
             generalisations(module)[0]

@@ -268,7 +268,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang, which supports only one layout per
-    checkpoint, and not `mixed-precision`.
+    checkpoint, and does not support the layout `mixed-precision`.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """

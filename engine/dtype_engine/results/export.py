@@ -60,8 +60,8 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from a cast of the source's tensor to this tensor's dtype with `Tensor.to`; NaN equals NaN. None for
-    a tensor that is no such cast, because it was decoded from codes with scales.
+    """How many elements differ from the source's tensor after `Tensor.to` has cast that tensor to this tensor's dtype. Two NaN
+    count as equal. None if this tensor was decoded from codes with scales, because it then is no such cast.
     """
     max_abs: float
     """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of

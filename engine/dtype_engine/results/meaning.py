@@ -48,7 +48,7 @@ KL_Q2 = 0.4451
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""The SQNR in dB of normally distributed values after rounding to 1 bit, which leaves each value its sign and a common magnitude,
+"""The SQNR in dB of normally distributed values after rounding to 1 bit: each value keeps its sign, and all get one magnitude,
 chosen for the least error (Max 1960).
 """
 

@@ -74,7 +74,9 @@ class ModelPicker(BaseApp[str]):
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
         self._shown: list[Offer] = []
-        """The models in the list: those of `offers` that contain the typed text."""
+        """The models in the list: those of `offers` that contain the typed text. Before them comes the text itself if it is an
+        existing path.
+        """
 
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")

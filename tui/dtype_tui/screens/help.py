@@ -44,7 +44,7 @@ _NARROWEST = 35
 _KEYS_WIDTH = 8
 """Width in cells for the keys in each column of the main screen's keys. Longer keys shift their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""Width in cells reserved for the keys of windows, whose lines are as wide as the page."""
+"""Width in cells for the keys of windows. These are listed in a single column, which is as wide as the page."""
 
 
 class HelpScreen(ModalScreen[None]):
