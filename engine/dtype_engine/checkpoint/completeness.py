@@ -30,9 +30,7 @@ class IndexReport:
     found: int
     """How many of the tensors in the index are in a file that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
-    """One entry for each tensor that the index lists, but that none of the files which it names holds: (tensor name, file name in
-    the index).
-    """
+    """One entry for each tensor that the index lists, but that is in none of its files: (tensor name, file name in the index)."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
     """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file

@@ -70,7 +70,7 @@ class ComparedTensor:
 
     @property
     def exact(self) -> bool:
-        """Whether the tensor equals a cast of the source's tensor to this tensor's dtype, rounded to nearest."""
+        """Whether the tensor equals the source's tensor, cast to this tensor's dtype with rounding to nearest."""
         return self.differing == 0
 
 
