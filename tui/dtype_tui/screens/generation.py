@@ -30,9 +30,10 @@ def generation_screen(texts: Sequence[Generation]) -> Overlay:
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """Return the end of the prompt in a dim style, followed by the generated text.
+    """Return the end of the prompt in a dim style, followed by one model's continuation of it. The first token in which the two
+    models' continuations differ is in brackets.
 
-    Control characters are removed from the prompt and the text.
+    text: the prompt with both continuations. written: the one to show. Control characters are escaped.
     """
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     for index, piece in enumerate(written.pieces):
