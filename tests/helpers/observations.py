@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.recording_engine import engine
+from tests.helpers.recording_engine import engine, say
 from tests.helpers.scenes import DOWN, Scene, causes, inputs, ready, scanned
 from tests.helpers.screen_text import lines
 from textual.containers import VerticalScroll
@@ -14,6 +14,7 @@ from textual.pilot import Pilot
 from textual.widgets import DataTable, Input
 
 from dtype_engine.results.attribution import NonFiniteDiagnosis
+from dtype_engine.results.runs import Generation, Written
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -89,6 +90,11 @@ def row(app: DtypeApp) -> int:
 
 def scrolled(app: DtypeApp) -> float:
     return next(iter(app.screen.query(VerticalScroll))).scroll_y
+
+
+def at_end(app: DtypeApp) -> bool:
+    box = next(iter(app.screen.query(VerticalScroll)))
+    return box.scroll_y == box.max_scroll_y
 
 
 def pane(app: DtypeApp) -> str:
@@ -188,3 +194,13 @@ def half_scanned(app: DtypeApp) -> events.Event:
     found = scanned(app)
     assert isinstance(found, events.ScanUpdated)
     return events.ScanUpdated(found.report, False)
+
+
+async def much_text(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The window for generated texts, with more lines than it has room for."""
+    await ready(app, pilot)
+    await pilot.press("g", "enter")
+    lines = tuple(f"line {number}\n" for number in range(80))
+    written = Written(tuple(range(80)), lines, 0.5)
+    await say(app, pilot, events.Generated(app.controller.experiment.recipe, (Generation("", written, written),)))
+    await pilot.pause()

@@ -180,7 +180,7 @@ async def test_an_export_is_replaced_only_by_a_second_enter_right_after_the_firs
         assert engine(app).saves == [ExportRequest(Path("there"), True)]
 
 
-@pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("g", "generate 48"), ("t", "speed")])
+@pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("t", "speed")])
 async def test_a_key_pressed_twice_asks_the_engine_once(key: str, command: str) -> None:
     app = make_app()
     async with running(app) as pilot:

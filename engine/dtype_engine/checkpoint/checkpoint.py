@@ -87,8 +87,9 @@ class Checkpoint:
         return weight.dtype if weight is not None else self.weights[name].dtype
 
     def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
-        """Return the keys of `weights` under which the values of `tensor`, a tensor of the module tree, are found. There are
-        several keys if the model's loader packs several tensors of the files into one, and none if the files lack the tensor.
+        """Return the keys in `weights` of the stored tensors from which `tensor` gets its values. tensor: a tensor of the module
+        tree. There are several keys if the model packs several stored tensors into this one. Returns () if the files lack the
+        tensor.
         """
         return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
 

@@ -30,14 +30,14 @@ class IndexReport:
     found: int
     """How many of the tensors in the index are in a file that the index names."""
     missing: tuple[tuple[str, str], ...] = ()
-    """One entry for each tensor in the index that is in no file which the index names: (tensor name, file name in the index)."""
+    """One entry for each tensor that the index lists, but that is in none of its files: (tensor name, file name in the index)."""
     left_out: tuple[LeftOutFile, ...] = ()
     moved: tuple[tuple[str, str, str], ...] = ()
     """One entry for each tensor that is in another file than the index says: (tensor name, file name in the index, name of the file
     that holds the tensor).
     """
     unnamed: tuple[str, ...] = ()
-    """Names of the tensors that are in a file which the index names, but not in the index."""
+    """Names of the tensors that the index does not list, although they are in a file that the index names."""
 
     @property
     def coverage(self) -> Coverage:
@@ -76,7 +76,8 @@ def what_is_missing(
     """Return sentences that say which tensors a checkpoint lacks, or () if it is complete.
 
     index: the differences between the index and the files. coverage: how many of the model's tensors are in the files. model: the
-    class of the model. prefix: a prefix that every tensor name in the files has and the model's own names lack, or "".
+    class of the model. prefix: a prefix, such as `module.`, that all tensor names in the files have and the model's own names lack;
+    "" if there is none.
     """
     said = index.sentences[: bool(index.missing) + len(index.left_out)] if index is not None else ()
     known = set(index.coverage.missing) if index is not None else set()

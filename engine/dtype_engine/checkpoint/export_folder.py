@@ -42,8 +42,8 @@ def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
     """Check that an export can be written to the folder `target`, and return its absolute path. Raises UserError if the folder
     can't be created, or if it is not empty and must not be replaced.
 
-    force: whether an earlier export of this program may be replaced. Never replaced are any other folder, a folder that contains a
-    file of `keep`, and the current working directory.
+    force: whether an earlier export of this program may be replaced. Any other folder is never replaced, nor is the current working
+    directory or a folder that contains a file of `keep`.
     """
     target = target.expanduser().absolute()
     if not target.name:

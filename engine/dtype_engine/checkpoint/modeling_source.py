@@ -62,8 +62,8 @@ def kept_in_float32(config: Mapping[str, Any] | None) -> KeptInFloat32:
 
 
 def foreign_prefix(names: Collection[str], config: Mapping[str, Any] | None) -> str:
-    """Return an extra prefix of all tensor names in a checkpoint, which keeps transformers from finding the tensors. Returns "" if
-    there is no such prefix or the architecture is unknown.
+    """Return the extra prefix with which all tensor names in a checkpoint begin. Because of such a prefix, transformers does not
+    find the tensors. Returns "" if there is none, or if the architecture is unknown.
 
     For example, the prefix is `language_model.` in `language_model.model.layers.0`, if the architecture's own prefix is `model.`. A
     common prefix is extra only if the architecture's own prefix follows it in most names. config: the content of config.json, which

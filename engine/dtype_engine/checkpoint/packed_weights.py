@@ -19,7 +19,7 @@ _BYTES = frozenset({"int8", "uint8"})
 _WORDS = frozenset({"int32", "uint32"})
 _CODES = _FP8 | _BYTES | _WORDS | {"int16", "uint16", "float4_e2m1fn_x2"}
 _SCALE_WORD = re.compile(r"scale|zero|absmax|quant|codebook|g_idx|_shift|^q?biases$")
-"""Matches the last part of a tensor's name, if the name shows that the tensor accompanies codes, for example as their scales."""
+"""Found in the last part of a tensor's name, such as `weight_scale` or `qzeros`, if the tensor accompanies codes."""
 
 
 class Stored(Protocol):
@@ -41,7 +41,7 @@ class Layout:
     """
 
     what: str
-    """Words that complete the sentence "a weight that is ...", to describe the weight to the user."""
+    """Words that describe the weight to the user and complete "a weight that is ...", such as "packed by compressed-tensors"."""
     codes: str
     scale: str
     """The suffix of the scales, without which the codes can't be read."""

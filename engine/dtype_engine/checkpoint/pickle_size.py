@@ -46,7 +46,8 @@ def cut_in_pickle(path: Path) -> UserError:
 
 
 def check_legacy(path: Path) -> None:
-    """Check the number of opcodes in a file of torch's old format or in any bare pickle, and that the file does not end inside one.
+    """Check a file of torch's old format, or any file that begins with a pickle: its pickles must not have too many opcodes, and
+    the file must not end in the middle of a pickle.
 
     Raises UserError for too many opcodes and for a file that is cut short, and OSError for an unreadable file. A damaged file
     raises nothing, because torch's reader reports the damage later.

@@ -22,8 +22,8 @@ from dtype_engine.core.units import human_bytes
 _LARGEST_PICKLE = 100_000_000
 """Maximum size in bytes of data.pkl after decompression, if it is compressed. A safetensors header has the same limit."""
 _MOST_DEFLATED = 1032
-"""The maximum compression ratio of deflate according to zlib; only the first bytes may exceed it slightly. A record that claims to
-inflate to far more is damaged or malicious.
+"""The maximum compression ratio of deflate, according to zlib. Only very short records may exceed it slightly. A record that claims
+a far higher ratio is damaged or malicious.
 """
 _LOCAL = struct.Struct("<4s22xHH")
 """The fields that are read from the local header before a record's bytes: the signature, the length of the record's name, and the
@@ -99,7 +99,7 @@ def refuse_cut_zip(path: Path) -> None:
 def is_compressed(path: Path) -> bool:
     """Return whether a file is a zip archive with compressed records.
 
-    Such an archive must not be mapped, because its bytes are not the weights.
+    Such an archive must not be mapped, because its bytes are not the values of the weights.
     """
     if not zipfile.is_zipfile(path):
         return False

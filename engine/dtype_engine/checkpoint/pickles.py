@@ -207,7 +207,7 @@ def _first_byte(path: Path) -> bytes:
 def _refused(path: Path, error: Exception) -> str:
     """Return the sentence that refuses a pickle because the pickle holds objects other than tensors.
 
-    The sentence names one of the objects, if one is known.
+    The sentence names one of the objects, if the error from torch names one.
     """
     text = str(error)
     for marker in ("Unsupported global: GLOBAL ", "Unsupported class "):
@@ -272,9 +272,10 @@ def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
 
 
 def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
-    """Yield (path, mapping) for each mapping that is a direct entry of a mapping in `level`.
+    """Yield the mappings inside the mappings of `level`, one level deeper, each as (path, mapping), such as ("model.state_dict",
+    {...}). For an `nn.Module`, its state dict is yielded.
 
-    Entries with usual names for weights come first.
+    Within each mapping, keys that are usual names for weights come first. level: pairs (path, mapping).
     """
     from torch import nn
 

@@ -86,9 +86,10 @@ def locate(
     id in the local cache (with `download`, also on the hub). None means the built-in demo, and so does `demo` unless a file has
     this name.
 
-    trust_pickle: whether the files may run code when they are unpickled. python_only_by: the option that the error message
-    recommends when Python code is refused, or None to allow Python code. Set it if the text comes from a file, since a file must
-    not choose which Python code runs. Raises UserError, which lists where the model was looked for.
+    trust_pickle: whether the files may run code when they are unpickled. python_only_by: a command-line option, such as `--model`,
+    or None to allow Python code. If an option is given, Python code is refused, and the error tells the user to name the code with
+    this option. Give it if the text comes from a file, since a file must not choose which Python code runs. Raises UserError, which
+    lists where the model was looked for.
     """
     return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
 

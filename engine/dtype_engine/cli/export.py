@@ -97,8 +97,8 @@ def export(
 def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
     """Check an export bit for bit: each tensor must have the dtype and the values that the export's recipe computes from MODEL.
 
-    FOLDER may also be a checkpoint, or its file, that another program made from MODEL. Then each tensor must be the tensor of MODEL
-    cast to the dtype that it has in FOLDER.
+    FOLDER may also be a checkpoint (folder or file) that another program made from MODEL. Then each tensor must be the tensor of
+    MODEL, cast to the dtype that it has in FOLDER.
 
     The exit status is 1 if a tensor differs, is missing or new, or can't be compared.
     """

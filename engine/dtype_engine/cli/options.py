@@ -128,15 +128,16 @@ _RUNNING = (
         type=_InputLimit(),
         multiple=True,
         metavar="KIND=NUMBER",
-        help="Change a limit that protects against huge inputs, such as tokens=2000000; may be repeated. KIND: pixels of an "
-        "image, seconds of audio, values in the tensor made from an image or audio, tokens in all texts, or "
-        "template-seconds and template-bytes, the time and the text that the chat template may take for a conversation.",
+        help="Change a limit that protects against huge inputs, such as tokens=2000000; may be repeated. KIND is pixels (in an "
+        "image), seconds (of audio), values (in the tensor made from an image or audio), tokens (in all texts together), "
+        "template-seconds (that the chat template may run for a conversation) or template-bytes (in the text that it makes).",
     ),
     click.Option(
         ["--compute"],
         default="float32",
         show_default=True,
-        help="The dtype to which weights in fp8, int8 and block formats are dequantized if no activation determines the dtype.",
+        help="The dtype to which weights in fp8, int8 and block formats are dequantized for operations without an activation, "
+        "such as an embedding lookup. Other operations, such as matrix products, use the activation's dtype.",
     ),
     click.Option(["--autocast"], metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
     click.Option(

@@ -217,8 +217,9 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
-    """Return the plan of the request's recipe for its model, with a description of the model. python_only_by: the option that an
-    error recommends if MODEL is Python code; None to allow such code. Raises UserError for a rule that matches nothing.
+    """Return the plan of the request's recipe for its model, with a description of the model. python_only_by: None to allow Python
+    code as the model; otherwise Python code is refused, and the error tells the user to name it with this option. Raises UserError
+    for a rule that matches nothing.
     """
     from dtype_engine.runtime.model.describe import describe
 

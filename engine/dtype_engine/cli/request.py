@@ -93,7 +93,8 @@ class RunRequest:
         """Find the model that the command-line argument MODEL names. Raises UserError, also for an option that does not apply to
         this kind of model.
 
-        python_only_by: the option that an error recommends if MODEL is Python code named in a file; None to allow Python code.
+        python_only_by: None to allow Python code; otherwise Python code is refused, and the error tells the user to name it with
+        this option.
         """
         from dtype_engine.checkpoint.source import locate
 

@@ -222,7 +222,7 @@ def search(
 )
 @force_option
 def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
-    """Combine the files of all shards into the file of one scan, for `scan --save` and `search --save`.
+    """Combine the files of all shards into the file of one scan, which `scan --save` and `search --save` can read.
 
     The result is the same as that of a scan without shards.
     """
@@ -302,7 +302,7 @@ def _verified(
     limit: tuple[int | None, float | None],
     constraints: Constraints,
 ) -> SearchReport:
-    """Measure the recipes that a scan predicts nearest to a limit, on the session's inputs, and return a report on the best of
+    """Measure, on the session's inputs, the recipes that a scan predicts nearest to a limit, and return a report on the best of
     them. Raises UserError, and OutOfReach if no recipe meets the limit.
 
     workers: the value of --workers. count: how many recipes to measure. limit: (maximum number of bytes or None, maximum drift or

@@ -22,8 +22,8 @@ class EndedBySignal(KeyboardInterrupt):
 
 
 def ended_by(error: BaseException) -> int:
-    """Return the number of the signal that interrupted the program. error: an `EndedBySignal`, an exception raised from one, such
-    as click's own, or any other interruption, which counts as SIGINT.
+    """Return the number of the signal that interrupted the program. error: an `EndedBySignal`, or an exception that was raised from
+    one, such as click's `Abort`. Any other exception counts as SIGINT.
     """
     cause = error if isinstance(error, EndedBySignal) else error.__cause__
     return cause.number if isinstance(cause, EndedBySignal) else signal.SIGINT

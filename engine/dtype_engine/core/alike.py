@@ -16,7 +16,7 @@ class AlikeModules:
     """
 
     def __init__(self, tree: Tree, planned: Mapping[str, str]) -> None:
-        """planned: dtypes by tensor name."""
+        """planned: the dtype that the recipe gives each tensor, by tensor name."""
         self._form: dict[str, int] = {}
         """A number for each module's form, by the module's name. Modules with the same number are alike."""
         numbers: dict[tuple[object, ...], int] = {}

@@ -15,8 +15,8 @@ class ExitCalled(RuntimeError):
 
 
 class LibraryPanic(RuntimeError):
-    """Raised if code in a `foreign_code` block raises any other exception that `except Exception` does not catch, such as pyo3's
-    PanicException, which a library in Rust raises for a damaged file.
+    """Raised if code in a `foreign_code` block raises any other exception that `except Exception` does not catch. An example is
+    pyo3's PanicException, which a library in Rust raises for a damaged file.
     """
 
 

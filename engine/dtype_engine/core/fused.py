@@ -23,8 +23,8 @@ _WEIGHT = ".weight"
 
 
 def siblings(name: str) -> tuple[str, ...]:
-    """Return the names of all weights that runtimes fuse with the weight `name`, such as q, k and v of one layer, including `name`
-    itself and weights that the model lacks. Returns () if they fuse it with none.
+    """Return the names of all weights that runtimes fuse with the weight `name`, such as q, k and v of one layer. The result
+    includes `name` itself, and weights that the model lacks. It is () if runtimes fuse the weight with no other.
     """
     module, dot, local = name.removesuffix(_WEIGHT).rpartition(".")
     if not name.endswith(_WEIGHT) or local not in _GROUP_OF:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 _PACE_S = 2.0
 _PACE_SHARE = 0.02
-"""Fraction of a job that must be done before its remaining time is estimated. It must also have run for `_PACE_S` seconds."""
+"""Fraction of a job that must be done before its remaining time is estimated. The job must also have run for `_PACE_S` seconds."""
 
 
 class JobPace:

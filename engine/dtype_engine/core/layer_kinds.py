@@ -73,8 +73,8 @@ def _recognised(module: Module) -> str | None:
 def _kind_of_output(parent: str, tree: Tree) -> str | None:
     """Return the kind of a module that is named `output`, or None.
 
-    It is the head if it is a child of the model (Llama's original files, GGUF), and the second matrix of the MLP if it is a sibling
-    of `intermediate` (BERT).
+    The module is the head if it is a child of the model (Llama's original files, GGUF). It is the second matrix of the MLP if it is
+    a sibling of `intermediate` (BERT). parent: the name of its parent.
     """
     if not parent:
         return "head"

@@ -45,7 +45,7 @@ class TensorInfo:
     dtype alone prevents that.
     """
     quantized: bool = False
-    """Whether the tensor holds codes, for example in float8 or int8, whose scales are also in the file, as in this program's own
+    """Whether the tensor holds codes, for example in float8 or int8, and the files also hold their scales, as in this program's own
     exports.
     """
     made_on_load: bool = False
@@ -104,7 +104,9 @@ class TensorInfo:
 
     @property
     def why_not_cast(self) -> str:
-        """If a rule matches the tensor but does not cast it, the reason, in words that follow the tensor's name."""
+        """Why a rule that matches the tensor does not cast it, in words that follow the tensor's name, such as "is stored as int64,
+        which is never cast".
+        """
         if self.castable and not self.persistent:
             return "is a buffer that no file holds, which only a rule with its own name casts"
         return self.uncastable_reason or f"is stored as {self.dtype}, which is never cast"
@@ -328,8 +330,8 @@ class Tree:
         return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Yield every distinct tensor at or below a module, in the order of `order`. At the end come tied weights of which only an
-        alias is below the module.
+        """Yield each tensor at or below a module once, in the order of `order`. After them come the tied weights whose canonical
+        name is elsewhere in the tree and that have an alias below the module.
         """
         node = self.modules[module]
         yield from self.order[node.first : node.end]
@@ -370,8 +372,8 @@ class Tree:
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
-        """Three lists of running sums over `order`, whose entry i counts the first i tensors: parameters, elements of persistent
-        buffers, and packed weights with an unknown number of parameters.
+        """Three lists of running sums over `order`: the numbers of parameters, of elements in persistent buffers, and of packed
+        weights with an unknown number of parameters. Entry i is the sum over the first i tensors.
         """
         parameters, buffers, unknown = [0], [0], [0]
         for tensor in self.order:

@@ -70,7 +70,9 @@ class DaskPool:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
     def _raise_lost(self) -> None:
-        """Raise the UserError which says that the scheduler has ended. The sign of this is that Dask has cancelled futures."""
+        """Raise the UserError which says that the scheduler has ended. Called when Dask has cancelled evaluations, because it does
+        so only in this case.
+        """
         raise UserError(
             f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
         )

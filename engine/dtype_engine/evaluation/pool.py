@@ -30,7 +30,7 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
-"""The pool gives up if this many times in a row all workers end before any of them returns a result."""
+"""If all workers end without any result this many times in a row, the pool gives up."""
 _PROCESS_BYTES = 700 << 20
 """Bytes of memory that a process needs in addition to the model: Python, torch, transformers, and small modules' outputs."""
 

@@ -17,7 +17,7 @@ from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 _ARITHMETIC = ("dtype_engine", "torch", "platform")
-"""Those keys of `Evaluated.versions` that can affect the last digits of a metric."""
+"""The libraries, as keys of `Evaluated.versions`, whose version can affect the last digits of a metric."""
 _SAID = {"dtype_engine": "dtype-tui"}
 
 if TYPE_CHECKING:

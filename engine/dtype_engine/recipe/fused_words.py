@@ -14,8 +14,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
 
     Returns `k_proj, v_proj: new scale` if the common scale of these other weights changes, and `k_proj, v_proj differ: vLLM
     refuses` if their format then differs. planned: the dtype of each weight before the cast. groups: the model's groups of fused
-    weights. The function runs after every key press. Therefore only one of the groups that look alike, as in every layer, is
-    examined.
+    weights. This function runs after every key press, so of groups that are alike in every layer, it examines only one.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
     if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):

@@ -23,8 +23,8 @@ _MOST_KINDS = 4
 def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None) -> Recipe:
     """Return a recipe whose plan has the dtypes `wanted` (by canonical tensor name) and leaves all other tensors as stored.
 
-    after: rules that come before those of the result, if any. Tensors that are not in `wanted` then keep their dtypes under these
-    rules.
+    after: a recipe to which the result is to be appended, if any. Tensors that are not in `wanted` then keep their dtypes under
+    that recipe.
     """
     after = after or Recipe()
     now = dict(make_plan(tree, after).dtypes)
@@ -42,8 +42,8 @@ def minimize(tree: Tree, wanted: Mapping[str, str], after: Recipe | None = None)
 
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str], after: Recipe) -> Recipe:
-    """Return a recipe of those `rules` that are needed: the plan of `after` followed by them still has the dtypes `target`, by
-    tensor name.
+    """Return `rules` as a recipe, without the rules that have no effect. If the result is appended to the recipe `after`, the plan
+    has the dtypes `target`, as with all `rules`. target: dtypes by tensor name.
     """
     index = 0
     while index < len(rules):
@@ -146,8 +146,8 @@ class _Proposals:
         return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
 
     def _uniform_modules_above(self, name: str) -> list[str]:
-        """Return a pattern for each module above the tensor `name` whose tensors all need the same dtype. Each pattern matches one
-        module.
+        """Return the modules above the tensor `name` in which all tensors need the same dtype, each as a pattern that matches this
+        module only.
         """
         return [
             generalisations(module)[0]

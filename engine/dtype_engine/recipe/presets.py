@@ -25,7 +25,7 @@ HEADS = frozenset(
         "out_proj_head", "fc", "prediction_head", "logits_head",
     }
 )  # fmt: skip
-"""Names of modules outside the numbered layers that compute the model's output."""
+"""Names of modules that compute the model's output, such as `lm_head`. They are outside the numbered layers."""
 KEPT_BY_MODELOPT = (
     "*block_sparse_moe.gate*", "*linear_attn.conv1d*", "*self_attention.conv1d*", "*linear_attn.in_proj_a*",
     "*linear_attn.in_proj_b*", "*lm_head*", "*mixer.conv1d*", "*mlp.gate.*", "*mlp.shared_expert_gate.*", "*output_layer*",

@@ -1,4 +1,5 @@
-"""Predicts how a runtime would treat an export of a plan. Each check names the source file of the runtime that it is based on.
+"""Predicts how a runtime would treat an export of a plan. Each check names the file in the runtime's source code on which it is
+based.
 
 The sources are vLLM (main branch, 2026) and SGLang (a version that supports a single compressed-tensors format per checkpoint).
 Both read an export in the layout in which it was written: compressed-tensors, or DeepSeek's fp8.
@@ -97,7 +98,7 @@ def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str |
     """Return why no other program can read an export's weight in the format `dtype`, or None if one can. name: the weight. dtype: a
     format with scales.
 
-    experts: whether to treat experts that the model packs into one tensor as linear layers, which is how exports store them.
+    experts: whether to treat experts that the model packs into one tensor as separate linear layers. Exports store them so.
     """
     tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
     if not layout(dtype):
@@ -215,8 +216,8 @@ def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) ->
 
 
 def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
-    """Yield a finding for each group of weights that the runtime fuses, if blocks of their format do not fit: a member's number of
-    outputs is not a multiple of a block's rows. The runtime refuses them: its `validate_fp8_block_shape` raises.
+    """Yield a finding for each group of weights that the runtime fuses, if a block would span two of them: the number of rows of a
+    weight is not a multiple of the number of rows of a block. The runtime refuses them: its `validate_fp8_block_shape` raises.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """
@@ -233,8 +234,8 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
 
 
 def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
-    """Return whether blocks of the format `dtype` fit the layers that runtimes fuse with the layer of the weight `name`: the number
-    of outputs of each is a multiple of a block's rows. Returns True if the weight is not fused.
+    """Return whether no block of the format `dtype` would span two of the weights that runtimes fuse with the weight `name`: the
+    number of rows of each weight is a multiple of the number of rows of a block. Returns True if the weight is not fused.
     """
     group = [member for member in siblings(name) if member in tree.tensors]
     rows = _block_rows(dtype)
@@ -267,7 +268,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Yield a finding if the export needs several checkpoint layouts and the runtime is SGLang, which supports only one layout per
-    checkpoint, and not `mixed-precision`.
+    checkpoint, and does not support the layout `mixed-precision`.
 
     quantised: the format of each weight that the plan casts to a format with scales, by weight name.
     """

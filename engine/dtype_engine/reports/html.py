@@ -29,8 +29,8 @@ def _page(name: str) -> Template:
     from markupsafe import Markup
 
     def shown(value: object) -> object:
-        """Return a value that the template inserts with its control characters escaped. Text that this program itself generated as
-        HTML is unchanged. Jinja escapes HTML later.
+        """Escape the control characters in a value that the template inserts, and return the value. Text that this program itself
+        generated as HTML is unchanged. Jinja escapes HTML later.
         """
         return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, len(value))
 

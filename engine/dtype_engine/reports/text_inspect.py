@@ -26,7 +26,7 @@ class TreeView:
     depth: int | None = None
     """How many levels below the model are shown; None shows all."""
     fold: bool = False
-    """Whether, of neighbouring layers that are alike, only the first is shown whole, and the others as one line."""
+    """Whether neighbouring layers that are alike are folded: the first is shown whole, and all others together as one line."""
     by_bytes: bool = False
     """Whether the largest children of a module come first. Otherwise they are in the model's order."""
 
@@ -128,7 +128,9 @@ def largest_text(tree: Tree, plan: Plan, number: int) -> str:
 
 
 def _own_totals(module: Module, planned: Mapping[str, str]) -> Totals:
-    """Return the totals of the tensors that the module itself holds. Tied weights count where their canonical name is."""
+    """Return the totals of the tensors that the module itself holds. A tied weight counts only in the module that holds it under
+    its canonical name.
+    """
     totals = Totals()
     prefix = f"{module.name}." if module.name else ""
     for local, tensor in module.tensors.items():

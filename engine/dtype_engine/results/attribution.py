@@ -128,7 +128,8 @@ class NonFiniteDiagnosis:
     before: OutputDrift | None = None
     """The drift of the main output without the rules of `remedy`."""
     after: OutputDrift | None = None
-    """The drift of the main output with the rules of `remedy`, over the same inputs as `before`. None if there are none."""
+    """The drift of the main output with the rules of `remedy`, over the same inputs as `before`. None if there are no such rules.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,9 @@ class OutputDrift:
 
     @property
     def kl_tail(self) -> dict[str, float]:
-        """The KL percentiles that reports show, in nats, by label. Percentiles that were not measured are left out."""
+        """The KL percentiles that reports show, in nats, by label: "median", "p95", ..., "max". Percentiles that were not measured
+        are left out.
+        """
         tail = {
             "median": self.kl_median,
             "p95": self.kl_p95,

@@ -60,8 +60,8 @@ class ComparedTensor:
     dtype: str
     elements: int
     differing: int | None
-    """How many elements differ from a cast of the source's tensor to this tensor's dtype with `Tensor.to`; NaN equals NaN. None for
-    a tensor that is no such cast, because it was decoded from codes with scales.
+    """How many elements differ from the source's tensor after `Tensor.to` has cast that tensor to this tensor's dtype. Two NaN
+    count as equal. None if this tensor was decoded from codes with scales, because it then is no such cast.
     """
     max_abs: float
     """The largest absolute difference between this tensor and the source's tensor; infinity if a value is finite in only one of
@@ -70,7 +70,7 @@ class ComparedTensor:
 
     @property
     def exact(self) -> bool:
-        """Whether the tensor equals a cast of the source's tensor to this tensor's dtype, rounded to nearest."""
+        """Whether the tensor equals the source's tensor, cast to this tensor's dtype with rounding to nearest."""
         return self.differing == 0
 
 
@@ -112,9 +112,13 @@ class VerifyReport:
     differences: tuple[TensorDifference, ...]
     seconds: float
     drift_before: OutputDrift | None = None
-    """The drift of the source under the recipe, or None if drift was not measured."""
+    """The drift of the source model, cast in memory by the export's recipe, from the float32 reference. None if drift was not
+    measured.
+    """
     drift_after: OutputDrift | None = None
-    """The drift of the weights loaded from the export, against the same reference as `drift_before`."""
+    """The drift of the model loaded from the export, from the same reference. It equals `drift_before` if the export is exact. None
+    if drift was not measured.
+    """
     unchecked: tuple[str, ...] = ()
     """Sentences for the user about what was not compared, and may differ."""
     lost: tuple[ValueLoss, ...] = ()

@@ -9,15 +9,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import Name
 
 _ROUNDING_SHARE = 0.01
-"""If a cast to a floating-point dtype makes a smaller fraction than this of a tensor's values zero, that may count as ordinary
-rounding.
+"""A cast that makes a smaller fraction than this of a tensor's values zero may count as ordinary rounding. For the coarse dtypes of
+`_rounds_to_zero`, any fraction may.
 """
 
 
 def _rounds_to_zero(dtype: str) -> bool:
     """Return whether a dtype is so coarse that making small values zero is ordinary rounding: an integer, or a float of less than 8
-    bits. All values under half a step become zero: of normally distributed values 1 in 80 in int8 and 1 in 13 in mxfp4, and more if
-    there are outliers.
+    bits. All values under half a step become zero. Of normally distributed values, these are 1 in 80 in int8 and 1 in 13 in mxfp4,
+    and more if there are outliers.
     """
     row = dtypes.BY_NAME[dtype]
     return row.kind == "int" or row.bits < 8

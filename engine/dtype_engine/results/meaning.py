@@ -48,7 +48,7 @@ KL_Q2 = 0.4451
 SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
 SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
-"""The SQNR in dB of normally distributed values after rounding to 1 bit, which leaves each value its sign and a common magnitude,
+"""The SQNR in dB of normally distributed values after rounding to 1 bit: each value keeps its sign, and all get one magnitude,
 chosen for the least error (Max 1960).
 """
 
@@ -75,7 +75,7 @@ HELP = (
     f"{SQNR_FP8:.1f} dB (fp8 e4m3; {cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs "
     "alone), otherwise broken. An output that is not finite is broken. Other models and texts may tolerate more or less."
 )
-"""The help text about the words, their limits, and the sources of the limits."""
+"""The help text about the words that rate a drift, such as "small": their limits, and where these come from."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ class Thresholds:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a drift meets one limit. A drift without the metric that is limited, or of a non-finite output, does not meet it."""
+    """Whether a drift meets one limit. It does not if the limited metric was not measured, or if the output is not finite."""
 
     name: str
     """The name of the limit in `Thresholds`."""

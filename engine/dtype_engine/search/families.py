@@ -16,9 +16,9 @@ FAMILIES = {
     "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
     "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
 }
-"""The dtypes from which a search may choose, for each runtime. vLLM can read each layer in another format. SGLang reads one storage
-layout for the whole checkpoint, so its only quantized formats are the two fp8 formats that share a layout. llama.cpp has only the
-formats that `recipe convert` can write exactly.
+"""The dtypes from which a search may choose, for each runtime. vLLM can read each layer in a different format. SGLang reads one
+storage layout for the whole checkpoint, so its only quantized formats are the two fp8 formats that share a layout. llama.cpp has
+only the formats that `recipe convert` can write exactly.
 """
 FUSING = ("vllm", "sglang")
 """The runtimes that fuse sibling layers, such as q, k and v, into one."""

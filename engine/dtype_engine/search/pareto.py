@@ -379,8 +379,8 @@ def knapsack(
 
 
 def _pareto(states: list[_State]) -> list[_State]:
-    """Return the useful ones of some partial solutions, sorted by weight. A partial solution is dropped if another one has neither
-    a higher weight nor a higher cost.
+    """Return the partial solutions from which the best solution may result, sorted by weight. A partial solution is left out if
+    another one has neither a higher weight nor a higher cost.
     """
     states.sort(key=lambda state: (state.weight, state.cost))
     best: list[_State] = []

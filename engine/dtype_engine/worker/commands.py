@@ -42,8 +42,8 @@ class SetRecipe(Message, frozen=True):
 
 
 class FollowRecipe(Message, frozen=True):
-    """Replace the current recipe by another one that gives every tensor the same dtype. The metrics of the earlier recipe stay
-    valid. If it has no metrics yet, the new recipe is measured.
+    """Replace the current recipe by one with other rules that gives every tensor the same dtype as the current one does. The
+    metrics of the current recipe therefore stay valid. If it has none yet, the new recipe is measured.
     """
 
     recipe: Recipe
@@ -103,8 +103,8 @@ class Measure(Command, frozen=True):
     rank = 1
     needs_model = False
     read_values: bool = False
-    """For a model that is not loaded: whether to count the weight values that casts make infinite or zero even if this means
-    reading many bytes of the checkpoint's files.
+    """Whether to read many bytes of the checkpoint's files, if this is necessary to count the weight values that casts make
+    infinite or zero. This is used only if the model is not loaded.
     """
     in_full: bool = False
     """Whether to run all inputs and compare the outputs of modules over all of them. If a measurement is already running, it is

@@ -76,7 +76,7 @@ _ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses
 
 
 def _plain(value: object) -> str | None:
-    """Encode a value of a type that msgspec does not know: a Path becomes a string, and a tree None, because its parts are sent
+    """Encode a value of a type that msgspec does not know. A Path becomes a string. A tree becomes None, because its parts are sent
     before the event. msgspec calls this as its `enc_hook`.
     """
     if isinstance(value, Tree):

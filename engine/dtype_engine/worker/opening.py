@@ -55,7 +55,7 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
     """Open `source`, and call `emit` with the progress and the result as events. Returns the opened model. Errors are also emitted:
     if the model can't be loaded, the returned object has no session.
 
-    read_headers: whether to emit the tree of the headers first, because the caller has not seen all of them.
+    read_headers: whether to first read all headers and emit the tree that they give. False if the caller has this tree already.
     """
     model = OpenModel(source, options)
     try:
@@ -122,8 +122,8 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
 def _opened(
     model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
 ) -> Session:
-    """Open the model in a session, and return the session. If `read_headers` is set, the tree of the headers is emitted before.
-    on_step: called with a description of each step. Raises NoForward, UserError.
+    """Open the model in a session, and return the session. If `read_headers` is set, the tree that the headers give is emitted
+    before. on_step: called with a description of each step. Raises NoForward, UserError.
     """
     source = model.source
     if source.kind == "checkpoint":

@@ -43,8 +43,8 @@ class PlannedLosses:
         """Emit a `CastDone` event with the numbers of weight values that the recipe's casts make infinite or zero. If there are
         any, also emit a `LossRemedyFound` event with rules that prevent this.
 
-        If more than `MAX_AUTOMATIC_BYTES` would have to be read for this and `read_all` is False, nothing is read, and the
-        `CastDone` event says how many bytes it would be. Raises Cancelled.
+        Unless `read_all` is set, at most `MAX_AUTOMATIC_BYTES` are read. If the count needs more, nothing is read, and the
+        `CastDone` event says how many bytes are needed. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
         if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):

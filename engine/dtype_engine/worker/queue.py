@@ -137,8 +137,10 @@ def reported(queue: Queue) -> Queue:
 
 
 def job_names(queue: Queue, commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """Return the names by which the app shows and cancels these commands. If only the model's files are available, a measurement
-    has the name of `CountStoredLosses`, because it can then do nothing but count the values that casts make infinite or zero.
+    """Return the names by which the app shows and cancels these commands.
+
+    If only the model's files are available, a measurement can do nothing but count the values that casts make infinite or zero. It
+    then has the name of `CountStoredLosses`.
     """
     counts_only = queue.available == "files"
     return tuple(

@@ -53,8 +53,8 @@ class Worker(Engine):
     """Opens `source` in the background, then runs commands. `emit` is called from the worker's threads and from the callers'.
 
     After opening, the worker casts to the latest recipe (at first the empty one) and measures it. If the model can't be loaded,
-    commands about the stored tensors still work. read_headers: whether to emit first the tree of the checkpoint's headers, because
-    the caller has not seen all of them.
+    commands about the stored tensors still work. read_headers: whether to first read all headers of the checkpoint and emit the
+    tree that they give. False if the caller has this tree already.
     """
 
     def __init__(

@@ -204,8 +204,8 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _measured(context: SaveContext) -> tuple[DriftReport | None, NonFiniteDiagnosis | None, str]:
-    """Measure the drift of the recipe. Returns the report, where values stop being finite (None if all are finite), and "". If
-    there is no report, returns None twice, and the reason.
+    """Measure the drift of the recipe. Returns (report, diagnosis, ""); the diagnosis says where values stop being finite, and is
+    None if all are finite. If the drift can't be measured, returns (None, None, reason).
     """
     session = context.model.session
     if session is None:

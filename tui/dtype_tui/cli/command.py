@@ -305,7 +305,7 @@ def configured() -> Config:
 
 
 def _options() -> dict[str, str]:
-    """Return a mapping from each option's name on the command line, without dashes, to click's name of the option's parameter."""
+    """Map each option's name on the command line, without dashes, to click's name of its parameter: `keep` to `reference_bytes`."""
     return {name: option.name for name, option in click_options().items() if option.name}
 
 

@@ -37,7 +37,7 @@ class GuardedServer(Server):
 
     Attributes:
         token: The secret path.
-        most_strangers: How many strangers' connections may be open. One more closes the oldest.
+        most_strangers: How many strangers' connections may be open. If one more is opened, the oldest is closed.
         stranger_seconds: After so many seconds a stranger's connection is closed.
     """
 
@@ -73,7 +73,7 @@ class GuardedServer(Server):
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[None]:
-        """Serve the app in the block. Raises OSError if the address can't be listened on."""
+        """A context manager that serves the app until its block ends. Raises OSError if the address can't be listened on."""
         runner = web.AppRunner(await self._make_app(), access_log=None, shutdown_timeout=_SHUTDOWN_SECONDS)
         await runner.setup()
         loop = asyncio.get_running_loop()

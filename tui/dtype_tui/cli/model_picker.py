@@ -45,8 +45,8 @@ DEMO = Offer("demo", "built in, 708 k parameters")
 class ModelPicker(BaseApp[str]):
     """An app in which the user chooses a model or types its name. `run` returns the name, or None if the user leaves.
 
-    Typed text filters the list. It is opened itself if it matches no model in the list. A typed path that exists comes first in the
-    list.
+    Typed text filters the list. If it matches no model in the list, Enter opens the model that the text names. A typed path that
+    exists comes first in the list.
     """
 
     TITLE = "dtype-tui"
@@ -74,7 +74,9 @@ class ModelPicker(BaseApp[str]):
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
         self._shown: list[Offer] = []
-        """The models in the list: those of `offers` that contain the typed text."""
+        """The models in the list: those of `offers` that contain the typed text. Before them comes the text itself if it is an
+        existing path.
+        """
 
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")

@@ -34,8 +34,9 @@ class KeyParser(XTermParser):
         self._pasted: str | None = None
         """While a paste is arriving, the part of its text that has arrived; otherwise None."""
         self._begun = ""
-        """The last characters that have arrived, such as Escape and `[20`, while they may still become `_PASTE`; otherwise "".
-        Textual's parser has got only their first one, Escape.
+        """Characters at the end of the input that may begin a paste or a key, such as Escape and `[20`, or "" if there are none.
+        They wait here until the next characters decide. Only Escape is passed on to Textual's parser at once, because that parser
+        reports the key Escape if nothing follows.
         """
 
     def feed(self, data: str) -> Iterable[Message]:

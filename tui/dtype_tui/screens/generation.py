@@ -140,10 +140,10 @@ class GenerationScreen(ModalScreen[None]):
 
 
 def _written(text: Generation, written: Written) -> Text:
-    """Return the end of the prompt in a dim style, followed by the text that one of the two models has generated.
+    """Return the end of the prompt in a dim style, followed by one model's continuation of it. The first token in which the two
+    models' continuations differ is in brackets.
 
-    text: the prompt and both texts, which tell where the first difference is. written: the text of the reference or the candidate.
-    Control characters are removed from the prompt and the text.
+    text: the prompt with both continuations. written: the one to show. Control characters are escaped.
     """
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
     for index, piece in enumerate(written.pieces):

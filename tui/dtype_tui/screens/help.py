@@ -21,6 +21,7 @@ from dtype_tui.config.key_groups import GROUPS, Entry
 from dtype_tui.config.key_names import described, keys_of, on_keyboard
 from dtype_tui.rendering.columns import in_columns
 from dtype_tui.screens.causes import CausesScreen
+from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.screens.jobs import JobsScreen
@@ -44,7 +45,7 @@ _NARROWEST = 35
 _KEYS_WIDTH = 8
 """Width in cells for the keys in each column of the main screen's keys. Longer keys shift their description to the right."""
 _WINDOWS_KEYS_WIDTH = 20
-"""Width in cells reserved for the keys of windows, whose lines are as wide as the page."""
+"""Width in cells for the keys of windows. These are listed in a single column, which is as wide as the page."""
 
 
 class HelpScreen(ModalScreen[None]):
@@ -154,7 +155,8 @@ def sections(
     explanations of terms, each as (title, text).
 
     The main screen comes first, then the tree. Descriptions begin with a lower-case letter here, unlike in the command palette.
-    words: explanations to which this function adds those of two windows. chosen: the user's own keys, by binding id.
+    words: explanations of terms, as (title, text). Those of two windows are added to them. chosen: the user's own keys, by binding
+    id.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -164,6 +166,7 @@ def sections(
         ("In the command line", CommandLine.BINDINGS),
         ("In the settings", SettingsScreen.BINDINGS),
         ("In the inputs", InputsScreen.BINDINGS),
+        ("In the generated texts", GenerationScreen.BINDINGS),
         ("In the dtypes to scan", ScanSetup.BINDINGS),
         ("In the scan", ScanScreen.BINDINGS),
         ("Along the front", FRONT_KEYS),

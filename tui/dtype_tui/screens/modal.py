@@ -50,7 +50,8 @@ def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
 def nodes_in_traceback(error: Exception) -> list[DOMNode]:
     """Return the widgets and windows whose methods appear in an error's traceback, the outermost first.
 
-    They show in which window the error occurred, even if it was raised in a task of the app, unlike Textual's active message pump.
+    They show in which window the error occurred. Textual's active message pump does not show it if the error was raised in a task
+    of the app.
     """
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in owners if isinstance(node, DOMNode) and not isinstance(node, App)]

@@ -77,7 +77,9 @@ class OptimiseScreen(ModalScreen[None]):
         self.front: ParetoFront | None = None
         self.index = 0
         self.within: Solution | None = None
-        """The best solution for the user's budget, if the cursor is on it. It may lie between two points of the front."""
+        """While the cursor is on the best solution for the user's budget: this solution, which may lie between two points of the
+        front. None while the cursor is on a point of the front.
+        """
         self._rules: tuple[Solution, Recipe] | None = None
         """The solution for which rules were computed last, and the recipe with these rules."""
         self._timer: Timer | None = None
@@ -108,7 +110,7 @@ class OptimiseScreen(ModalScreen[None]):
             self._make(self.view.limits)
 
     def _make(self, limits: SearchConstraints) -> bool:
-        """Compute the Pareto front within these limits. Returns False if no plan meets them.
+        """Compute the Pareto front under the user's requirements `limits`. Returns False if no plan meets them.
 
         The cursor moves to the largest plan with at most as many bytes as the plan that was under the cursor before.
         """
@@ -221,7 +223,7 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def _unit(self) -> tuple[int, str]:
-        """The unit of the horizontal axis: (its number of bytes, its name)."""
+        """The unit of the horizontal axis: (its number of bytes, its name), such as (2**20, "MiB")."""
         stored = self.experiment.tree.stored_bytes
         return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
 

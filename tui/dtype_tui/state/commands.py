@@ -21,7 +21,9 @@ MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
 """The kinds of arguments (`Command.arguments`) that are a single path. Unlike other arguments, a path may contain spaces."""
 WITH_PATHS = (*PATHS, "line")
-"""The kinds of arguments (`Command.arguments`) in which paths are completed. A `line` contains a prompt or the paths of files."""
+"""The kinds of arguments (`Command.arguments`) in which paths are completed. An argument of the kind `line` is a prompt or the
+paths of files.
+"""
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,8 @@ class EngineLife:
     def _reset(self, error: str | None) -> list[str]:
         """Record that no work is running any more.
 
-        Returns parts of a sentence that tell the user which work is lost. error: why there is no engine, or None if another engine
-        is starting.
+        Returns parts of a sentence that tell the user which work is lost, such as "the files that it was writing are lost". error:
+        why there is no engine, or None if another engine is starting.
         """
         lost = ["the files that it was writing are lost"] if self.activity.saving else []
         if self._scan.lose():
@@ -148,7 +148,9 @@ class EngineLife:
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:
-        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now)."""
+        """Return (what the engine is doing, or "" if idle or disconnected; the share of it that is done; what Esc does now, such as
+        "Esc stops").
+        """
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""

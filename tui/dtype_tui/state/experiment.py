@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that contain the recipe of a request but are handled even if another recipe is the current one by now."""
+"""Events that are handled even if they belong to a recipe that is no longer the current one."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 

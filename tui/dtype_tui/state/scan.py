@@ -116,7 +116,9 @@ class ScanState:
 
     @cached_property
     def limits(self) -> SearchConstraints:
-        """The user's constraints on the points of the Pareto front."""
+        """What the user requires of the recipes on the Pareto front, as typed in its window: constraints on dtypes and a maximum
+        size. Initially nothing is required.
+        """
         from dtype_engine.search.constraints import SearchConstraints
 
         return SearchConstraints()

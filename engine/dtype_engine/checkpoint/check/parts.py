@@ -39,7 +39,9 @@ _ORPHANS = {
     ".absmax": "", ".SCB": ".weight", ".qzeros": ".qweight", "._weight_scale": "._weight_qdata",
     "weight._scale": "weight._data", ".scale_weight": ".weight",
 }  # fmt: skip
-"""Maps the suffix of an auxiliary tensor (scales or zero points) to the suffix of the codes to which the tensor belongs."""
+"""Maps the suffix of scales or zero points to the suffix of the codes that they belong to. For example, `x.qzeros` belongs to the
+codes `x.qweight`.
+"""
 _BNB_BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 

@@ -303,8 +303,8 @@ def loading_note(base: str) -> str:
 
 
 def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
-    """Return a note for the user, or () if it does not apply: the recipe is for a run with quantised activations, but the file for
-    `tool` leaves the activations of some weights unquantised.
+    """Return a note for the user if the recipe is for a run with quantised activations, but the file for `tool` leaves the
+    activations of some weights unquantised. Otherwise, return ().
 
     written: the dtypes of weights whose activations the file does quantise.
     """

@@ -36,8 +36,8 @@ BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
 """Values per scale in the llama.cpp types that `BLOCKED` lists. The length of a row must be a multiple of this number."""
 ODD_ROWS = "f16"
-"""The type in which llama.cpp stores a tensor in place of a requested `BLOCKED` type, if its rows are not a multiple of `BLOCK`
-long.
+"""The type that llama.cpp uses instead of a requested `BLOCKED` type, if the length of the tensor's rows is not a multiple of
+`BLOCK`.
 """
 _KEPT = re.compile(
     r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
@@ -112,7 +112,7 @@ def _add(
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
     """Return whether llama-quantize can quantise a GGUF tensor: it must be a matrix named `weight` that `_KEPT` does not match.
-    name: its name in GGUF. infos: the model's tensors that it packs.
+    name: its name in GGUF. infos: the model's tensors that are packed into it.
     """
     matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
     return matrix and name.endswith(".weight") and not _KEPT.search(name)

@@ -40,7 +40,7 @@ def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
 
 def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
     """Return the patterns after merging: patterns that differ only in component `index` become one pattern with alternatives.
-    numbers: whether to merge components that are numbers, or those that are other words.
+    numbers: whether to merge components that are numbers (True) or components that are words (False).
     """
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}

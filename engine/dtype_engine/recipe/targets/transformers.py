@@ -75,7 +75,8 @@ def matchable(context: Context) -> frozenset[str]:
 
 def match(context: Context, pattern: str) -> Match:
     """Return the tensors that transformers would match if the pattern were in its option `modules_to_not_convert`: those whose name
-    ends with the pattern, or begins with a match that extends to the end of a dot-separated part.
+    ends with the pattern as a plain text, or whose first dot-separated parts match it as a regular expression. For example,
+    `model.layers.1` matches `model.layers.1.mlp` but not `model.layers.10`.
     """
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")

@@ -110,7 +110,8 @@ def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str
     """Return the entries with which a configuration group lists its linear modules (`modules`): their exact names. If all experts
     of a layer are in the group, a single pattern, `name_of(layer)`, replaces their names.
 
-    rest: the linear modules outside the group. The pattern would match an expert among them, too.
+    rest: the linear modules outside the group. If an expert of the layer is among them, the pattern can't be used, because it would
+    match this expert, too.
     """
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)

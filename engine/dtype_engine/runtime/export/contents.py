@@ -102,8 +102,8 @@ class ExportTensor:
     memory-mapping the file. Otherwise None.
     """
     shared: SharedScale | None = None
-    """The scale that this weight has in common with other weights, which runtimes fuse or loading packs with it. None if no other
-    weight has the same scale.
+    """The scale that this weight shares with other weights: with those that runtimes fuse with it, or with those that loading packs
+    into the same weight. None if it shares its scale with no other weight.
     """
     quantised_inputs: bool = False
     """Whether the exported configuration declares the inputs of this weight's layer as quantised."""

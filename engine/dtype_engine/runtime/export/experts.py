@@ -47,15 +47,18 @@ def all_experts(layer: str) -> str:
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:
-    """Return the weights of experts among `items` that are in a layout which other programs read. They need notices of their own:
-    transformers packs all such weights of a layer into one weight, while other programs load them separately.
+    """Return those of `items` that are weights of experts and that the export stores in a layout which other programs read.
+
+    The README and the notices for the user treat these weights separately: transformers packs all weights of a layer's experts into
+    one weight, while other programs load them one by one.
     """
     return [item for item in items if item.packed_into and item.portable]
 
 
 def misread(items: Sequence[ExportTensor]) -> str | None:
-    """Return how `from_pretrained` of transformers fails on the experts among `items`, as a clause whose subject is "it" (for
-    `from_pretrained`). Returns None if it loads the experts correctly, or if they are not in a compressed-tensors layout.
+    """Return a clause that says what `from_pretrained` of transformers does wrong if it loads the experts among `items`. For
+    example: "it raises an error when it packs experts in mxfp8". Returns None if it loads them correctly, or if they are not in a
+    compressed-tensors layout.
     """
     found = sorted({item.dtype for item in experts(items)})
     if not found or not set(found) <= set(DESCRIBED):
@@ -72,7 +75,7 @@ def misread(items: Sequence[ExportTensor]) -> str | None:
 
 
 def experts_notices(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return notices about experts with scales that transformers or vLLM can't load."""
+    """Return sentences for the user about experts with scales that transformers or vLLM can't load."""
     notices = []
     if (problem := misread(items)) is not None:
         first = experts(items)[0]

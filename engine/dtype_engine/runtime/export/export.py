@@ -147,8 +147,8 @@ def _index(files: Files) -> str:
 
 def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
     """Distribute the weights over files of limited size, as huggingface_hub splits a state dict. Returns the files of each weights
-    folder. A weight and its scales stay together. Weight names lack the folder's prefix. Raises UserError if the shard size can't
-    be parsed.
+    folder. A weight and its scales stay together. In the result, the names of the weights lack the prefix of their folder, such as
+    `unet.`. Raises UserError if the shard size can't be parsed.
     """
     by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:

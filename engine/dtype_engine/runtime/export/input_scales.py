@@ -35,8 +35,8 @@ def with_quantised_inputs(
 
     Fused weights use the largest range among them, since they have the same inputs. A layer that was never called (an expert to
     which no token was routed) uses the largest range of the layers whose names differ only in numbers. If loading packs several
-    items into one weight, the ranges of their inputs are unknown, and formats that store an input scale do not declare quantised
-    inputs for them.
+    items into one weight, the ranges of their inputs are unknown. In a format that stores an input scale, no quantised inputs are
+    declared for such items.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -102,7 +102,9 @@ def refuse_uncalibrated(contents: Contents) -> None:
 
 
 def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
-    """Return notices about activations that loaders of the export will not quantise in the same way as the measurement."""
+    """Return sentences for the user about activations that a loader of the export will quantise in another way than the measurement
+    did, or not at all.
+    """
     written = [item for item in items if item.portable]
     if settings.quantize_activations == "none":
         return ()

@@ -68,7 +68,9 @@ class Layout:
     """The folders and files of an export, and the kind of model that they hold."""
 
     kind: Kind = "model"
-    """The kind of model that the export holds, which decides how it is loaded. A "component" is a single diffusers model."""
+    """The kind of model that the export holds, such as "pipeline" or "adapter"; it decides how the export is loaded. A "component"
+    is a single diffusers model.
+    """
     parts: tuple[Part, ...] = (Part(),)
     copied: tuple[tuple[Path, str], ...] = ()
     """The files to copy unchanged, each with its path in the export."""
@@ -179,8 +181,8 @@ class _FolderCopy:
         return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def without_weights(self, component: Component, with_config: bool) -> None:
-        """Collect a component's files, except its weights in any file format, which the export replaces. with_config: whether to
-        copy its config.json, too.
+        """Collect the files of a component except those that hold weights, in any file format: the export writes the weights
+        itself. with_config: whether to copy the component's config.json, too.
         """
         written = {file.name for file in component.files}
         self.other_weights += [

@@ -12,7 +12,9 @@ from dtype_engine.runtime.model.name_mapping import Placement
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice of the weights that are stored in a layout of this program only, or () if there are none."""
+    """Return a sentence for the user about the weights with scales that only this program can read. Returns () if there are
+    none.
+    """
     own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
@@ -65,8 +67,8 @@ def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a notice that runtimes will refuse the export, because weights that they fuse have different formats. Returns () if
-    there are no such weights.
+    """Return a sentence which says that vLLM and SGLang will refuse the export. They do so if weights that they fuse, such as
+    query, key and value, have different formats. Returns () if there are no such weights.
     """
     planned = {item.name: item.dtype for item in items}
     groups = split_groups(planned)

@@ -100,8 +100,8 @@ def of_live(
 
 
 def _with_coverage(contents: Contents, checkpoint: Checkpoint, coverage: Coverage | None, class_name: str) -> Contents:
-    """Return `contents` with the fields `coverage` and `incomplete`, which state the tensors that the checkpoint lacks: tensors
-    that its index lists, tensors that a quantised weight needs, and tensors of the model. Any other problem of the index becomes a
+    """Return `contents` with the fields `coverage` and `incomplete`, which say what the checkpoint lacks. It may lack tensors that
+    its index lists, tensors that a quantised weight needs, and tensors of the model. Any other problem of the index becomes a
     notice.
 
     coverage: how many of the model's tensors the checkpoint has; if None, the tensors in the index are counted instead. class_name:
@@ -262,8 +262,8 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Return a function that returns the current codes and scales of a live weight, if the weight is now in `dtype`. Return None if
-    it is not, and for block formats: the export then computes codes and scales.
+    """Return a function that returns the codes and scales of a live weight, so that the export need not compute them again. This is
+    possible only if the weight is now cast to `dtype`, a format with scales but without blocks. Otherwise return None.
     """
     if dtype in dtypes.BLOCK_FORMATS:
         return None

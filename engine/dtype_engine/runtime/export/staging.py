@@ -31,7 +31,7 @@ licences.
 """
 _LARGEST = 1 << 30
 _SLACK = 1 << 20
-"""Number of bytes reserved for headers and small files."""
+"""Number of bytes that must be free on the disk in addition to the size of the weights, for headers and small files."""
 
 
 @contextmanager

@@ -39,8 +39,8 @@ _BLOCK = 1 << 20
 _MOST_THREADS = 4
 """Maximum number of threads that write a file. More threads would mostly wait for the disk, and each has buffers of its own."""
 _LOOK_S = 0.2
-"""Maximum time in seconds for which the main thread waits for the writing threads at once. Python handles a signal, such as that of
-Ctrl-C, only between two waits.
+"""The main thread waits for the writing threads again and again, each time for at most this number of seconds. Between two waits,
+Python can handle a signal, such as that of Ctrl-C.
 """
 
 

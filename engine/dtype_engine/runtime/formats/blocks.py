@@ -27,7 +27,9 @@ class Chunk:
     values: torch.Tensor
     """The values before quantization: float32 [rows, width], in memory that the next chunk overwrites."""
     units: torch.Tensor
-    """The codes minus their zero point, not multiplied by the scale: float32 [rows, width]. The next chunk overwrites them."""
+    """The quantized values in units of the scale: float32 [rows, width]. They are the codes or, in a format with zero points, the
+    codes minus the zero point of their block. The next chunk overwrites them.
+    """
     scales: Scales
 
     def codes(self, element: DType) -> torch.Tensor:
@@ -121,8 +123,8 @@ class BlockWork:
     def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
         """Return the largest of the given magnitudes in each block: float32 [blocks down, blocks across].
 
-        The magnitudes are compared by their bits, read as integers, since non-negative floats have the same order as their bits,
-        and torch reduces small groups of integers several times as fast as floats.
+        The bits of the magnitudes are compared as integers. This gives the same order, because magnitudes are not negative, and
+        torch reduces small groups of integers several times as fast as floats.
         """
         return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
 
@@ -151,7 +153,9 @@ def _drop_nan(values: torch.Tensor) -> None:
 
 
 def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
-    """Repeat the scale of each block for all of its elements. Returns [rows, width]. The last row of blocks may have fewer rows."""
+    """Repeat the scale of each block for all of its elements. scales: [blocks down, blocks across]. Returns [rows, width]. The last
+    row of blocks may have fewer rows.
+    """
     return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
 
 

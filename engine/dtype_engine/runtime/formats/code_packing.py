@@ -12,8 +12,8 @@ from dtype_engine.core.dtypes import DType
 
 _EXPONENT = 0x7F800000
 _HALF_TO_EVEN = 1.5 * 2.0**23
-"""To round a float32 value to a multiple of a power of two, half to even, add this factor times the power of two and subtract it
-again. The sum is so large that all lower bits are rounded off.
+"""1.5 * 2^23, for rounding a float32 value to a multiple of a power of two p, half to even: add `_HALF_TO_EVEN` * p to the value,
+and subtract it again. The sum is so large that float32 has no bits below p for it.
 """
 
 

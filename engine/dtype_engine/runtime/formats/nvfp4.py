@@ -16,8 +16,8 @@ _ELEMENT = dtypes.BY_NAME["nvfp4"].max
 _SCALE = dtypes.BY_NAME["float8_e4m3fn"].max
 _FOR_ZERO = 0.125
 _LEAST = _SCALE * _ELEMENT / FLOAT32_MAX * (1 + 2**-22)
-"""The lower limit for the scale of a tensor. It is rounded up by two bits of float32, so that divisions by the scale do not round
-the largest dequantized value up to infinity.
+"""The lower limit for the scale of a tensor. At this limit, the largest dequantized value, 448 * 6 / scale, is just below float32's
+largest value. The factor 1 + 2^-22 keeps rounding in the divisions from making that value infinite.
 """
 
 

@@ -102,8 +102,8 @@ def finite_amax(tensor: torch.Tensor | Values) -> float:
 
 
 def parallel_map(work: Callable[[range], T], count: int, device: torch.device = _CPU) -> list[T]:
-    """Call `work` in n threads, once in each, and return the results. The indexes below `count`, such as those of a tensor's pieces
-    (some rows each), are divided among the calls: each call gets every n-th index.
+    """Divide the indexes below `count` among n threads, call `work` once in each thread with its indexes, and return the results.
+    An index stands, for example, for one piece of a tensor (some rows). Each call gets every n-th index, as a range.
 
     n is at most torch's thread count. Each thread has one intra-op thread, so that a piece stays in one core's cache. The division
     into pieces, and with it every sum, is deterministic. The calling thread is one of the n threads. The others are kept for the
@@ -128,8 +128,8 @@ def parallel_map(work: Callable[[range], T], count: int, device: torch.device = 
 
 @cache
 def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return a pool of `count` threads. Each thread keeps the intra-op thread count that torch has when the thread begins its first
-    work.
+    """Return a pool of `count` threads; equal calls return the same pool. A new thread takes over the number of intra-op threads
+    that torch has at that time, and keeps this number later.
     """
     return ThreadPoolExecutor(count, thread_name_prefix="blocks")
 

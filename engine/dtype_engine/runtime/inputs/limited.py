@@ -130,8 +130,8 @@ def stays_in_limits(title: str, tokenizer: Any, texts: Sequence[str]) -> bool:
 
 
 def _parts(tokenizer: Any) -> dict[str, Any]:
-    """Return the settings of the steps that a tokenizer performs before it looks up tokens (its normalizer, its pre-tokenizer, and
-    the search for added tokens), as plain data.
+    """Return the settings of what a tokenizer does before it looks up tokens: its normalizer, its pre-tokenizer, and the search for
+    added tokens. The settings are plain data, in the form of tokenizer.json.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts: dict[str, Any] = {name: _state(getattr(backend, name, None)) for name in ("normalizer", "pre_tokenizer")}
@@ -167,8 +167,9 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int)
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
     job: the chat template or the steps of a tokenizer that the child runs, with the texts to run them on. memory: how many bytes
-    the child may use in addition to the imported libraries. allowances: how many times the time limit for one text the child may
-    take in all. Raises _Ended if the child exceeds a limit, and _Failed if it fails by itself.
+    the child may use in addition to the imported libraries. allowances: the child may take this many times as long as `limits`
+    allow for one text, for example once for each text. Raises _Ended if the child exceeds a limit, and _Failed if it fails by
+    itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

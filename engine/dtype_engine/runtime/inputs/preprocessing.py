@@ -28,8 +28,8 @@ _MOST_OFFSET = 8
 
 @contextmanager
 def running(what: str) -> Iterator[None]:
-    """While the block runs the tokenizer, a processor or the chat template of a model's folder, convert any exception to a
-    `PartFails` with a message that begins with `what`. This includes panics of libraries written in Rust.
+    """A context manager in whose block the tokenizer, a processor or the chat template of a model's folder runs. Any exception, and
+    any panic of a library written in Rust, becomes a `PartFails`. what: the words with which its message begins.
     """
     with failures_as(PartFails, what), without_panic_message():
         yield

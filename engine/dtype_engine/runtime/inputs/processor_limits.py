@@ -81,9 +81,10 @@ def _objects(content: object) -> Iterator[dict[str, Any]]:
 
 
 def _check(title: str, file: str, settings: dict[str, Any], limits: InputLimits) -> None:
-    """Raise NoForward if a size in `settings`, a JSON object in a file of the preprocessing, is no number or is over the limits.
-    The same holds for products of sizes, for which a processor would allocate memory. title, file: the names of the model and of
-    the file.
+    """Raise NoForward if a size in `settings` is no number or is over the limits. Also raise it if a product of sizes is over the
+    limits, such as `chunk_length` times `sampling_rate`, because a processor allocates that many values.
+
+    settings: a JSON object in a file of the preprocessing. title, file: the names of the model and of the file, for the error.
     """
     for name in (_SIZES | _COUNTS) & settings.keys():
         for value in _leaves(settings[name]):

@@ -104,7 +104,9 @@ def _pickle(path: Path) -> Any:
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the named tensors of each forward pass: several if every name begins with the number of its pass, otherwise one."""
+    """Return the tensors of a file as the arguments of forward passes: a list with a dictionary for each pass if every name begins
+    with the number of its pass, such as `0.input_ids`. Otherwise, return a single dictionary for one pass.
+    """
     if not tensors:
         raise UserError(f"{path} has no tensors")
     numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}

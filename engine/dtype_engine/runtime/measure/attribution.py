@@ -46,7 +46,7 @@ MOST_PASSES = 160
 are split.
 """
 ENOUGH_POSITIONS = 256
-"""Batches are run until at least this many output rows have been compared."""
+"""The attribution runs further batches until at least this many output rows have been compared."""
 _BUDGET = 1 << 30
 """Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
 
@@ -55,8 +55,10 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is measured at once: a single module, or the subtree of modules at or below the module `name`. modules: those modules in
-    it that themselves run operations with weights.
+    """One part of the model whose share of the drift is measured: a single module, or a subtree.
+
+    name: the module, or the module at the top of the subtree. modules: the modules of this part that themselves run operations with
+    weights, such as `layers.0.mlp.up_proj` and `layers.0.mlp.down_proj` for `layers.0.mlp`.
     """
 
     name: str
@@ -65,8 +67,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartDrift:
-    """The results for one module or subtree: how much its casts make the main output drift, in the unit of the attribution report;
-    and the SQNR in dB of the module's own output, or None if this is unknown.
+    """The results for one module or subtree.
+
+    drift: how far its casts alone make the main output drift, in the unit of the attribution report, such as nats per token.
+    local_sqnr_db: the SQNR of the module's own output in dB, or None if it is unknown.
     """
 
     drift: float
@@ -239,8 +243,8 @@ class Attribution:
         return PartDrift(drift, local)
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
-        """Run the model with only the casts of `part` (if None, all casts). Returns the unit and the drift of the main output, and
-        the SQNR in dB of the module's own output if `part` is a single module.
+        """Run the model with cast weights in `part` only (if None, in all modules). Returns three results: the unit of the drift,
+        such as nats per token; the drift of the main output; and, if `part` is a single module, the SQNR in dB of its own output.
         """
         comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__

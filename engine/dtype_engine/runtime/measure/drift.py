@@ -81,12 +81,14 @@ class DriftMeter:
     shape.
     """
     candidate_behavior: ModelBehavior = field(default_factory=ModelBehavior)
-    """Facts that passes of `candidate` have shown about it, kept for later passes, if it is another model than `model`."""
+    """Like `behavior`, but for `candidate`, if this is another model than `model`."""
     _caches: dict[int, tuple[OutputCache, bool]] = field(default_factory=dict)
     """For each sequence: the outputs of the candidate's last pass, and whether modules were compared in it."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[bool, int] = field(default_factory=dict)
-    """The number of module calls in a pass, keyed by whether the pass watches all modules (True) or only some (False)."""
+    """The number of module calls whose outputs a pass observes, keyed by whether it observes all modules (True) or only some
+    (False).
+    """
     _routing: Routing | None = field(init=False)
     _plan: MeasurementPlan = field(init=False)
     _modules: int = field(init=False)
@@ -198,8 +200,9 @@ class DriftMeter:
     def _expect(
         self, progress: MeasurementProgress, step: Step, totals: RunningTotals | None, listener: MeasurementListener
     ) -> None:
-        """Update, in the progress report, the sequences over which the reference and the candidate still have to run, including
-        `step`.
+        """Tell the progress report over which sequences the reference and the candidate still have to run. These are the sequence
+        of `step` and the ones after it. totals: the results until now, from which the number of sequences that are needed is
+        estimated.
         """
         every = (listener.all_modules or never)()
         steps = {
@@ -303,7 +306,9 @@ def _precision(listener: MeasurementListener) -> float | None:
 
 
 def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
-    """Return a notice if the model contains torch's own encoders, whose fast paths torch disables while a mode is active."""
+    """Return a notice for the user if the model contains encoders of torch itself (`nn.TransformerEncoder`). torch has a faster
+    implementation of them, which is not used while a torch-function mode intercepts calls.
+    """
     found = next((type(each).__name__ for each in module.modules() if isinstance(each, _WITH_FAST_PATH)), None)
     if found is None:
         return ()

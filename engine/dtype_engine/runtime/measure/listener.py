@@ -27,8 +27,9 @@ class MeasurementListener:
     """
 
     on_progress: OnProgress = lambda run, done, total: None
-    """A function that is called as `on_progress("reference" | "candidate", done, total)` at most ten times a second, with the
-    numbers of finished input elements and of all input elements, counted over all passes of the measurement.
+    """A function that is called at most ten times a second as `on_progress(run, done, total)`. run: "reference" or "candidate".
+    done, total: the numbers of input elements that are finished, and of all input elements, counted over all passes of the
+    measurement.
     """
     on_modules: OnModules | None = None
     """A function that is called with the modules whose metrics have changed, at most once a second within a pass."""

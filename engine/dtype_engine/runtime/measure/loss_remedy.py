@@ -21,8 +21,8 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
-"""`count(name, dtype)` returns how many values of a tensor a cast to `dtype` loses (they become infinite or zero, or saturate), or
-None if it only rounds values. name: the tensor's canonical name.
+"""A function called as `count(name, dtype)`. It returns how many values of the tensor with this canonical name are lost in a cast
+to `dtype`: they become infinite or zero, or saturate. It returns None if the cast only rounds values.
 """
 OnTrial = Callable[[int, int], None]
 
@@ -75,8 +75,8 @@ def tried_remedy(
 
 
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
-    """Return the dtype to use for a tensor instead of `dtype`: the nearest one in which its values are only rounded, or `STORED` if
-    no such dtype has fewer bits than the stored dtype. count: finds how many values a cast would lose.
+    """Return the nearest dtype to use for a tensor instead of `dtype`, so that its values are only rounded. Returns `STORED` if
+    only dtypes with as many bits as the stored dtype, or more, hold the values. count: finds how many values a cast would lose.
     """
     nearest = []
     if dtypes.BY_NAME[dtype].per_tensor:

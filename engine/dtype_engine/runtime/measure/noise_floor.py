@@ -29,7 +29,9 @@ from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
-"""Batches are run until at least this many output rows have been compared. A noise floor needs no more rows."""
+"""The measurement of the noise floor runs further batches until at least this many output rows have been compared; it needs no
+more.
+"""
 _SAME_ROWS = 1e-2
 _RUNS = 4
 """How many runs the progress counts for each batch: one of the reference, one with another attention kernel, and two for a batch of
@@ -115,8 +117,11 @@ def _variants(
 
 
 def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
-    """Run a batch in which each input is repeated `times` times. Returns the main output of the first copy, or None if the run
-    fails or the copies have different outputs. reference: the batch's main output; each copy's output must have its shape.
+    """Run a variant of the reference: the inputs of a batch, each repeated `times` times. Returns the main output for the first
+    copy, or None if the run fails or the copies have different outputs.
+
+    batch: the inputs, already repeated. reference: the main output for the inputs without repetition, whose shape the output for
+    each copy must have.
     """
     try:
         output = main_output(_run(runner, batch))[1]

@@ -62,7 +62,7 @@ class _OpObserver(TorchFunctionMode):
         observed: the pass's own mode, which knows the running module.
         events: non-finite operations and the names of finished modules, in order.
         largest: the largest finite |value| of the results, keyed by (module, operation).
-        reached: for each weight, by name, the largest finite |value| of the other arguments and the results of its operations.
+        reached: the largest finite |value| of the activations in the operations of a weight, keyed by the name of the weight.
     """
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:
@@ -124,11 +124,12 @@ class _OpObserver(TorchFunctionMode):
         return Magnitudes(self.reached, modules)
 
     def _unheld_constant(self, module: str, dtype: torch.dtype, numbers: Iterable[float]) -> float | None:
-        """Return a number in the code of `module` that becomes infinite or zero in `dtype`, the running operation's dtype. Returns
-        None if there is none.
+        """Return a number in the model's code that `dtype` can't represent, or None. For example, an epsilon of 1e-12 is zero in
+        float16.
 
-        numbers: the float arguments of the operation. The first of them that is infinite in `dtype` is returned. If there is none,
-        the result is the number that most recently became zero in an operation of this module.
+        numbers: the float arguments of the running operation. The first of them that becomes infinite in `dtype` is returned. If
+        there is none, the number that most recently became zero in an operation of `module`, this one or an earlier one, is
+        returned.
         """
         for number in numbers:
             held = torch.tensor(number, dtype=torch.float64).to(dtype)
@@ -221,7 +222,9 @@ def diagnose_nonfinite(
 
 
 def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Scope]:
-    """Return the rules to try, from narrow to wide."""
+    """Return the sets of rules to try as a remedy for the values at `origin`: first rules for few weights, then for more and
+    more.
+    """
     culprit = origin.culprit
     if culprit is None:
         return scopes(tree, recipe, "", (), 0.0, "", origin.reached)
@@ -260,13 +263,13 @@ class _Origin:
     """Where non-finite values arise in a pass."""
 
     culprit: _NonFiniteOp | None
-    """The operation, or None if it was not found."""
+    """The operation at which the values arise, or None if it was not found."""
     first_module: str
     """The first module whose output is not finite, or "" if there is none."""
     largest_reference: float | None = None
-    """The largest |result| of the culprit's operation in the reference, or None if it is unknown."""
+    """The largest |value| that the same operation returns in the reference, or None if it is unknown."""
     reached: Magnitudes = field(default_factory=lambda: Magnitudes({}, {}))
-    """The largest magnitudes in the reference's pass over the same inputs."""
+    """The largest magnitudes in the reference, run over the same inputs."""
 
 
 def _find_origin(runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool) -> _Origin:
@@ -334,7 +337,7 @@ def _better_in_float32(
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in a dtype that holds its values and has all kernels, which float8 has not."""
+    """Return the tensor in float32 or float64, for which torch has all kernels."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

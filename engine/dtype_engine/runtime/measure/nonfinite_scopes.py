@@ -13,17 +13,17 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 
 Scope = tuple[Rule, ...]
-"""Rules that are tried together."""
+"""A set of rules that are tried together as one remedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The largest magnitudes in a pass of the reference, which say where a dtype's range is too small."""
+    """The largest magnitudes in a pass of the reference. They show which weights and modules need a dtype of larger range."""
 
     weights: Mapping[str, float]
-    """By the name of a weight: the largest |value| of the activations that its operations take and return."""
+    """For each weight, by name: the largest |value| of the activations that go into or come out of its operations."""
     modules: Mapping[str, float]
-    """By the name of a module: the largest |value| that an operation in the module's own code returns."""
+    """For each module, by name: the largest |value| that an operation in the module's own code returns."""
 
 
 def scopes(
@@ -37,12 +37,14 @@ def scopes(
 ) -> list[Scope]:
     """Return sets of rules to try, from narrow to wide.
 
-    First come the culprit's own weight and module. Then come all weights of the culprit's dtype whose operations, in the reference,
-    exceed the dtype's range. Then come the modules above the culprit, and inside a list of numbered layers also the layer with all
-    later ones. Then come all weights of the culprit's dtype, and last the whole model, in bfloat16 and in float32.
+    First come the weight and the module of the operation where the values arise (the culprit). Then come all weights of the
+    culprit's dtype whose operations have values beyond the dtype's range in the reference. Then come the modules above the culprit,
+    and inside a list of numbered layers also the layer with all later ones. Then come all weights of the culprit's dtype, and last
+    the whole model, in bfloat16 and in float32.
 
-    recipe: the rules under which the values arise. module, weights, dtype: those of the operation where they arise; "", () and ""
-    if it is unknown. largest: the largest |value| of its weights, or of its arguments if its weights are finite.
+    recipe: the rules under which the values arise. module, weights, dtype: the module, weights and dtype of the culprit, the
+    operation where the values arise; "", () and "" if it is unknown. largest: the largest |value| of the culprit's weights, or of
+    its arguments if its weights are finite. reached: the magnitudes in the reference.
     """
     found: list[Scope] = []
     if len(weights) == 1:
@@ -68,7 +70,9 @@ def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
 
 
 def _beyond(names: list[str], limit: float, reached: Magnitudes) -> list[str]:
-    """Return the weights among `names` whose operations exceed `limit`, or that lie inside a module whose own code does."""
+    """Return those of the weights `names` near which the reference has values beyond `limit`: in the operations of the weight, or
+    in the code of a module around it.
+    """
     modules = tuple(f"{module}." for module, largest in reached.modules.items() if module and largest > limit)
     return [name for name in names if reached.weights.get(name, 0.0) > limit or name.startswith(modules)]
 

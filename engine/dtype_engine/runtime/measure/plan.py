@@ -1,4 +1,4 @@
-"""Decides the order in which a measurement runs the sequences, and which modules it watches in each."""
+"""Decides the order in which a measurement runs the sequences, and of which modules it observes the outputs in each."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from dtype_engine.runtime.measure.modules.compared_sequences import compared_seq
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One sequence of a measurement, which the reference and the candidate run."""
+    """One step of a measurement: a single sequence, over which first the reference and then the candidate runs."""
 
     number: int
     """The index of the sequence among the inputs."""
     compares_modules: bool
     """Whether modules are compared in this sequence. If False, only the main output is compared."""
     left: tuple[int, ...]
-    """The indexes (among the inputs) of the sequences that remain after this step."""
+    """The indexes (among the inputs) of the sequences that are still to be run after this one."""
 
 
 class MeasurementPlan:
     """Plans the order in which a measurement runs the sequences, and in which of them modules are compared.
 
-    order: the indexes of the sequences, in the order of running. outline: names of the modules that are observed in the sequences
-    in which modules are not compared. Until one pass has observed all modules, `outline` is None, which means all. cached: the
-    modules of `outline` whose outputs are kept, so that later measurements can reuse them.
+    order: the indexes of the sequences, in the order of running. outline: names of the modules whose outputs are observed in a
+    sequence without comparison of modules. It is None until one pass has observed all modules; until then, all are observed.
+    cached: the modules of `outline` whose outputs are kept, so that later measurements can reuse them.
     """
 
     def __init__(self, batches: Sequence[Batch]) -> None:
@@ -51,13 +51,13 @@ class MeasurementPlan:
                 yield Step(number, True, tuple(without[turn + 1 :]))
 
     def compares(self, number: int) -> bool:
-        """Return whether modules are always compared in the sequence with the index `number`. In other sequences, they are compared
-        only if the listener of the measurement requests it.
+        """Return whether modules are always compared in the sequence with the index `number`. In any other sequence, modules are
+        compared only if the caller of the measurement requests it.
         """
         return number in self._compared
 
     def watched(self, step: Step) -> frozenset[str] | None:
-        """Return the names of the modules watched in a step, or None for all modules."""
+        """Return the names of the modules whose outputs are observed in a step, or None for all modules."""
         return None if step.compares_modules else self.outline
 
     def add_calls(self, finished: Sequence[str], spans: Sequence[int], main: Collection[str]) -> None:

@@ -21,8 +21,8 @@ class MeasurementProgress(ModuleObserver):
     The finished fraction of the current pass is estimated from its module calls. All outputs are passed on to the observer given to
     `begin_pass`.
 
-    calls: the number of module calls in a pass, if known, keyed by whether the pass watches all modules or only some; it is updated
-    after each pass. modules: the number of the model's modules, used as an estimate before the first pass.
+    calls: the number of module calls in a pass, if known, keyed by whether the pass observes all modules (True) or only some
+    (False); it is updated after each pass. modules: the number of the model's modules, used as an estimate before the first pass.
     """
 
     def __init__(self, on_progress: OnProgress, batches: Sequence[Batch], calls: dict[bool, int], modules: int) -> None:
@@ -38,11 +38,11 @@ class MeasurementProgress(ModuleObserver):
         self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], with_reference: Collection[int], rest: float) -> None:
-        """Set the sequences that remain, starting with the next one. numbers: their indexes among the inputs. with_reference: the
-        indexes of those on which the reference also has to run.
+        """Set the sequences that are still to be run, beginning with the next one.
 
-        rest: the estimated fraction of these sequences that has to run before the results are precise enough; 1 if all have to run.
-        If this estimate grows, the reported total does not.
+        numbers: their indexes among the inputs. with_reference: the indexes of those over which the reference also has to run.
+        rest: the estimated fraction of these sequences that is needed for results of the requested precision; 1 if all are needed.
+        While `rest` is below 1, the reported total may fall, but it does not rise.
         """
         self._end_pass()
         left = [self._sizes[number] * (2 if number in with_reference else 1) for number in numbers]
@@ -51,7 +51,7 @@ class MeasurementProgress(ModuleObserver):
 
     def begin_pass(self, run: str, number: int, every_module: bool, observer: ModuleObserver | None) -> None:
         """Begin to count the pass of `run` ("reference" or "candidate") over the sequence `number`. This ends the previous pass.
-        every_module: whether the pass watches all modules.
+        every_module: whether the pass observes the outputs of all modules.
         """
         self._end_pass()
         self._observer = observer or _IGNORES

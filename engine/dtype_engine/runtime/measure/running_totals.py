@@ -28,7 +28,7 @@ class ReferenceRecord:
     modules: dict[tuple[str, int], torch.Tensor] | None
     """The outputs of modules, keyed by (module, call), or None if modules are not compared. One of them may be `output` itself."""
     left_out: frozenset[str] = frozenset()
-    """Names of modules with an output that did not fit into memory."""
+    """Names of modules with an output that did not fit into memory, so that it was not recorded."""
     choices: Mapping[tuple[str, int], torch.Tensor] = field(default_factory=dict)
     """The experts that routers chose, as integers, keyed by the name of the router and the number of its call."""
     nbytes: int = field(init=False)
@@ -79,11 +79,11 @@ class RunningTotals:
         output: torch.Tensor,
         kept: torch.Tensor | None = None,
     ) -> None:
-        """Add the candidate's pass `ran` over the sequence `number`, and its main output. `set_modules` adds the results of
-        modules.
+        """Add the results of one sequence, except those of its modules, which `set_modules` adds.
 
-        If the sequence was added before, its main output is not added again. kept: a mask of the positions to compare, bool [batch,
-        positions]; if None, all.
+        number: the index of the sequence among the inputs. batch: its inputs. reference: the reference's outputs. ran, output: the
+        candidate's pass, and its main output. If the sequence was added before, its main output is not added again. kept: a mask of
+        the positions to compare, bool [batch, positions]; if None, all.
         """
         self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
@@ -156,8 +156,10 @@ class RunningTotals:
         )
 
     def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
-        """Return the relative standard errors of the relative L2 error and of the mean KL, as estimates of their values over all
-        sequences. An error is None if it is unknown.
+        """Return the relative standard errors of two metrics, the relative L2 error and the mean KL, over the sequences run until
+        now. Each says how far the metric may be from its value over all sequences of the inputs. It is None if it is unknown.
+
+        sequences: the comparisons of the sequences run until now.
         """
         # The squared relative L2 error is also a mean: that of each sequence's squared error, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]
@@ -175,7 +177,9 @@ class RunningTotals:
         return Seconds(self._reference_seconds, self._candidate_seconds, self._reused)
 
     def partial(self) -> PartialDrift:
-        """Return the drift of the main output as an intermediate result."""
+        """Return an intermediate result: the drift of the main output over the sequences added until now, and the number of these
+        sequences.
+        """
         return PartialDrift(self.output, self.extent)
 
     def notices(self, output: OutputDrift) -> tuple[str, ...]:

@@ -12,8 +12,9 @@ adds the error of the first sequence's own mean, computed by batch means over bl
 positions are alike.
 
 A measurement may stop at the first sequence whose error is small enough, which favours errors that are too small by chance. The
-error therefore has two corrections, so that two errors hold in about 95 of 100 cases: that of Student's t-distribution, with
-n - 1 + `_PRIOR_FREEDOM` degrees of freedom, and `log_normal_error`, because drifts of sequences are positive and skewed.
+error is therefore corrected, so that the mean over all sequences is within two errors in about 95 of 100 cases. The first
+correction is that of Student's t-distribution, with n - 1 + `_PRIOR_FREEDOM` degrees of freedom. The second is `log_normal_error`,
+because drifts of sequences are positive and skewed.
 
 `make benchmarks` prints how often the mean over all sequences is within two of these standard errors of the estimate. The estimate
 has two limits. First, it assumes that sequences are random samples of one kind of text, so they must be run in an order spread over
@@ -61,10 +62,11 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
 
 
 def log_normal_error(variance: float) -> float:
-    """Return half the distance from 1 to the upper limit of the log-normal 95 % interval of a value with this relative variance.
+    """Return the relative standard error of a positive, skewed estimate with this relative variance: half the distance from 1 to
+    the upper limit of the log-normal 95 % interval around 1.
 
-    For a small variance this is the standard error. (Burnham et al., "Design and Analysis Methods for Fish Survival Experiments",
-    1987, 2.I.1.)
+    For a small variance, this is the square root of the variance. (Burnham et al., "Design and Analysis Methods for Fish Survival
+    Experiments", 1987, 2.I.1.)
     """
     return math.expm1(2 * math.sqrt(math.log1p(variance))) / 2
 

@@ -24,8 +24,8 @@ def losses_in_files(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> tuple[ValueLoss, ...]:
-    """Return how many values a plan's casts lose (they become infinite or zero, or saturate), with one entry for each tensor that
-    loses values, in the order of the tree. Tensors are read from the files one at a time.
+    """Return how many values the casts of a plan lose: values that become infinite or zero, or saturate. The result has an entry
+    for each tensor that loses values, in the order of the tree. Tensors are read from the files one at a time.
 
     planned: the dtype of each tensor, keyed by name. counted: a cache of earlier results, to which new results are added. If the
     files store a tensor of the model in several pieces, each piece has its own entry, under its name in the files.

@@ -275,9 +275,10 @@ def _few_modules(tensors: int) -> Iterator[None]:
 def _refuse_misfit(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
 ) -> None:
-    """Raise NoForward if a module does not match a checkpoint: most tensors of the files belong to no tensor of the module, shapes
-    differ, or the module's tensors that the files lack would need far more memory than the files. placements: for each tensor of
-    the files, the tensor of the module into which it is loaded.
+    """Raise NoForward if a module does not match a checkpoint. There are three such cases: most tensors of the files belong to no
+    tensor of the module; shapes differ; or the files lack tensors of the module that would need far more memory than the files.
+
+    placements: for each tensor of the files, the tensor of the module into which it is loaded.
     """
     name = type(module).__name__
     infos, tensors = collect_tensors(module)

@@ -85,8 +85,8 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _parameters_without_data() -> Iterator[None]:
-    """While the block runs, move each parameter to the meta device when it is registered, so that a constructor needs memory for
-    only one parameter at a time.
+    """While the block runs a constructor, move each parameter to the meta device once it is registered. The constructor then needs
+    memory for only one parameter at a time.
     """
 
     def without_data(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:

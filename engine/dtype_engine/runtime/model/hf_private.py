@@ -77,15 +77,18 @@ def without_questions() -> Iterator[None]:
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
-    """Return into which weight of the loaded model transformers loads each tensor of the files that it renames or packs. If a
-    transformers function is missing, the result is empty.
+    """Return where transformers puts the tensors of the files that it renames or packs: for each, a weight of the loaded model, and
+    a position inside it. If a transformers function is missing, the result is empty.
 
-    live: the weights of the loaded model, keyed by name. The result maps the tensor's name in the files to a tuple of three items:
+    names: the tensors of the files. live: the weights of the loaded model, keyed by name. The result maps a tensor's name in the
+    files to three items, for example `experts.3.up_proj.weight` to (`experts.gate_up_proj`, True, (3, 1)):
 
     1. the name of the weight in `live`;
-    2. whether several tensors of the files are packed into this weight;
-    3. the tensor's position in a packed weight: (index of the matrix, or None if the weight is a single matrix; number of the
-       tensor among those stacked in the rows of this matrix). None if the tensors are combined in another way.
+    2. whether this weight is packed from several tensors of the files;
+    3. if it is, the position of this tensor: (index of the matrix, here that of expert 3; number of the tensor among those stacked
+       in the rows of this matrix, here the second). The index is None if the weight is a single matrix.
+
+    The position is None if the tensors are combined in another way.
     """
     try:
         renamed, converters = _renamed(module, names, live)
@@ -156,11 +159,11 @@ tensors, one below the other. `_BELOW`: the weight is one matrix, which consists
 def _positions(
     found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
 ) -> dict[str, tuple[int | None, int]]:
-    """Return the position of each tensor of the files in the weight into which transformers packs it: (index of the matrix, or None
-    if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix).
+    """Return the position of each tensor of the files in the weight into which transformers packs it, for example (3, 1): index of
+    the matrix, or None if the weight is a single matrix; number of the tensor among those stacked in the rows of this matrix.
 
     found: for each tensor, the name of its weight in the loaded model, and the name pattern by which a converter of transformers
-    selects the tensor (None if no converter does). converters: all converters that transformers uses for the model.
+    selects it (None if no converter does). converters: all converters that transformers uses for the model.
     """
     kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
     for converter in converters:

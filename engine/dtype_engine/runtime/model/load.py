@@ -313,11 +313,12 @@ def _is_packed(dtype: str) -> bool:
 def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
-    """Load into the module those weights which this program stored with scales and transformers can't load: weights with packed
-    codes, and weights that consist of several stored tensors.
+    """Load the weights that this program stored with scales and that transformers can't load: those with packed codes, and those
+    that are packed from several stored tensors. Their codes become the data of the module's tensors.
 
-    placements: for each tensor of the files, the tensor of the module into which it is loaded. Returns the dtype and scales of all
-    weights that are stored with scales, keyed by their names in the module, and the names of the weights that this function loaded.
+    placements: for each tensor of the files, the tensor of the module into which it is loaded. Returns two results: the dtype and
+    scales of each weight that is stored with scales, keyed by the weight's name in the module; and the names of the weights that
+    this function has loaded.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}

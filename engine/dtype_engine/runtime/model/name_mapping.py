@@ -30,9 +30,9 @@ class Placement:
     tensor alone.
     """
     place: tuple[int | None, int] | None = None
-    """The position of this tensor inside a live tensor that is packed from several: (index of the matrix along the first dimension,
-    or None if there is a single matrix; number of the tensor among those stacked in the rows of this matrix). None if the tensors
-    are not stacked, for example because they are transposed.
+    """The position of this tensor inside a live tensor that is packed from several, for example (3, 1): the index of the matrix
+    along the first dimension, and the number of this tensor among those stacked in the rows of this matrix. The index is None if
+    there is a single matrix. The position is None if the tensors are not stacked, for example because they are transposed.
     """
 
 

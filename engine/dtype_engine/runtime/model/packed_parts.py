@@ -24,8 +24,8 @@ Rows = list[list[str]]
 
 
 def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
-    """Return the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows, or None if they are
-    not whole rows of its matrices.
+    """Return the names of the stored tensors that loading packs into one weight of shape `packed`, in the order of its rows.
+    Returns None if any of them is not a group of whole rows in one of the weight's matrices.
 
     placements, shapes: where each of these tensors is loaded, and its shape, both keyed by its name.
     """
@@ -51,11 +51,10 @@ def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], pa
 
 
 def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
-    """Return why a packed weight can't have the same scales as the stored tensors from which it is packed, or None if it can. It
-    can't if the stored tensors are not stacked in rows, or if a block with one scale would extend over two stored tensors or two
-    rows.
+    """Return why a weight can't have the scales of the stored tensors from which it is packed, or None if it can.
 
-    shapes: the shapes of the stored tensors, keyed by name. packed: the shape of the weight.
+    There are two reasons: the stored tensors are not stacked in rows, or a block with one scale would extend over two stored
+    tensors or two rows. shapes: the shapes of the stored tensors, keyed by name. packed: the shape of the weight. dtype: its dtype.
     """
     if rows is None:
         return "loading does not stack its parts one below the other, but combines them in another way"
@@ -74,8 +73,9 @@ def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, 
 
 
 def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
-    """Return the groups of stored tensors that have a common scale in the packed weight: a single group with all of them, one group
-    for each matrix, or no groups.
+    """Return groups of stored tensors that need a common scale, because the packed weight has one scale for all of them. In a
+    format with a tensor scale, this is a single group of all tensors. In a format with channel scales, there is a group for each
+    matrix, if the weight has several matrices. Otherwise, there are no groups.
     """
     row = dtypes.BY_NAME[dtype]
     if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):

@@ -100,8 +100,8 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
 
 
 def _unpaired(parts: dict[str, str], weights: list[PackedWeight], checkpoint: Checkpoint) -> str | None:
-    """Find a quantised weight that is incomplete because its block scale has no weight, or a float8 weight has no block scale.
-    Returns a sentence about the first one, or None if there is none.
+    """Return a sentence about the first incomplete weight of a checkpoint with block scales, or None if every weight is complete. A
+    weight is incomplete if the files have only its scale, or only its float8 codes.
 
     parts: the names of all tensors that belong to quantised weights, as keys. weights: the weights that have both codes and scales.
     """

@@ -144,8 +144,8 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
-    """Return a module's tensors (`infos`) except those for which the files hold codes and scales under other names, in the same
-    module or in the same group of experts. headers: the tensors of the files, keyed by name.
+    """Return the tensors of a module (`infos`) except those that the files hold in another form: as codes and scales under other
+    names, in the same module or in the same group of experts. headers: the tensors of the files, keyed by name.
     """
     parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     of_experts = {_EXPERTS.sub("", module) for module in parts if _EXPERTS.search(module)}

@@ -136,8 +136,8 @@ def scripted_calls(run: Callable[[Callable[..., Any], str, tuple[Any, ...], dict
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
-    """Yield the parameters and then the buffers of a module, but not those of its submodules. Each is a tuple: its local name, the
-    tensor, and whether it is a parameter, a buffer or a non-persistent buffer. Entries that are None are omitted.
+    """Yield the parameters and then the buffers of a module, without those of its submodules, each as (local name, tensor, kind).
+    The kind is "parameter", "buffer" or "non-persistent buffer". Entries that are None are omitted.
     """
     for name, parameter in module._parameters.items():
         if parameter is not None:

@@ -15,8 +15,10 @@ from dtype_engine.runtime.numerics.quantize import dequantize
 
 
 class CandidateMode(WeightMode):
-    """Runs the model with its weights as they are cast. A weight in a format with scales, such as float8, is dequantized to the
-    dtype of the activation in the same operation, or to `compute` if there is no activation (in an embedding look-up).
+    """Runs the model with its weights as they are cast.
+
+    A weight in a format with scales, such as float8, is dequantized to the dtype of the activation in the same operation. If there
+    is no activation, as in an embedding look-up, it is dequantized to `compute`.
     """
 
     def __init__(

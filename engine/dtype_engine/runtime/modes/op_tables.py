@@ -59,9 +59,10 @@ def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dic
 def recover(
     func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite, error: RuntimeError
 ) -> Any:
-    """Handle a call that raised `error`. If there is a known way around the error, return the result obtained that way: the call
-    without autocast (which does not support float64, or recurrent layers on the CPU), or a grouped product computed one product at
-    a time. Otherwise raise KernelError if a kernel is missing, or else `error`.
+    """Handle a call of a torch function that raised `error`: repeat it in another way if there is one, and return the result.
+
+    Under autocast, which does not support float64, or recurrent layers on the CPU, the call is repeated without autocast. A grouped
+    product is computed one product at a time. Otherwise, raises KernelError if a kernel is missing, and else `error`.
     """
     if torch.is_autocast_enabled(site.device.type):
         with torch.autocast(site.device.type, enabled=False):

@@ -20,7 +20,7 @@ class PartialCastMode(WeightMode):
     """In modules for which `inside(name)` is True, uses the cast weights, as the candidate does. In all other modules, uses the
     stored weights in the reference's dtype.
 
-    drifting: the `id`s of the weights whose dtype differs from the reference's.
+    drifting: the `id`s of the weights whose casts change results. Uses of these weights are recorded in `uses`.
     """
 
     def __init__(

@@ -66,7 +66,9 @@ class MixedCallSite(CallSite, Protocol):
     `dtype`, because casts inside the operation are then explicit and are not recorded.
     """
     added: bool
-    """Set to True once a torch call has run with other arguments than the model's code passed, because of their dtypes."""
+    """Set to True once a torch call got more than plain torch would give it: a dequantized weight, or arguments that had to be
+    cast.
+    """
 
     def is_weight(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor is a weight or a view of one."""

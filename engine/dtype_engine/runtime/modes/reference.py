@@ -19,8 +19,8 @@ _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 
 
 class ReferenceMode(WeightMode):
-    """Runs the model with its stored weights in float32. A weight that the module does not already hold in that form is cast to
-    float32 ("widened") for each operation that uses it.
+    """Runs the model with its stored weights in float32. A weight that the module holds in another dtype is cast to float32
+    ("widened") for each operation that uses it.
 
     Weights stored in float64 stay in float64. An embedding look-up widens only the selected rows.
 

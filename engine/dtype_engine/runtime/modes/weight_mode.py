@@ -100,7 +100,7 @@ class WeightMode(TorchFunctionMode):
         self.record: Callable[[ImplicitCast], None] | None = None
         """A function that is called with every implicit cast, or None if casts are not recorded."""
         self.added = False
-        """Whether any torch call ran with other arguments than the model's code passed, because of dtypes."""
+        """Whether the pass did more than plain torch would: it dequantized a weight, or cast the arguments of a call."""
         self.module = ""
         """The dotted name of the running module. The code that runs the pass keeps it current."""
         self.finished = 0
@@ -115,16 +115,16 @@ class WeightMode(TorchFunctionMode):
         """
         self.replaced = set(replaced)
         self._narrow = frozenset(weights[key].tensor.dtype for key in self.replaced) - {torch.float32, torch.float64}
-        """The dtypes, except float32 and float64, in which the module holds the weights that this pass replaces. An argument of one
-        of these dtypes may be such a weight without being recognised as one, so `revealed` examines it.
+        """The dtypes, except float32 and float64, of the weights that this pass replaces. An argument of a call in one of these
+        dtypes may be a hidden weight, so `revealed` examines it.
         """
         self.written: dict[int, torch.Tensor] = {}
         """The current values of the weights that the pass has changed, keyed by the `id` of the weight's tensor."""
         self.standing_for: MutableMapping[torch.Tensor, int] = WeakIdKeyDictionary()
         """Maps each tensor that replaces a weight in the model's code to the `id` of this weight."""
         self._held: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """The weights and the tensors in `kept` that the pass has changed through a view of their memory: (tensor, copy of its old
-        values), keyed by the tensor's `id`. The old values are restored after the pass.
+        """The weights and the tensors in `kept` whose memory the pass has changed through a view. Each entry is (tensor, copy of
+        its old values), keyed by the tensor's `id`. The old values are restored after the pass.
         """
         self._addresses: list[tuple[int, int, torch.Tensor]] | None = None
         self._dtypes: dict[int, torch.dtype] = {}
@@ -315,11 +315,11 @@ class WeightMode(TorchFunctionMode):
         return output
 
     def revealed(self, name: str, args: Arguments, kwargs: dict[str, Any]) -> tuple[Arguments, dict[str, Any]]:
-        """Return the arguments of a call with hidden weights replaced. A hidden weight is a tensor that shares the memory of a
-        replaced weight without being known to the mode, which did not see how it was made (by `torch.vmap`, or by
-        `nn.Parameter(weight)`).
+        """Return the arguments of a call with hidden weights replaced by values.
 
-        Raises NoForward if such a tensor is only a part of the weight, or inside of another transform, such as `torch.func.grad`.
+        A hidden weight is a tensor that shares the memory of a replaced weight, but that the mode does not know. The mode did not
+        see how it was made: for example by `torch.vmap`, or by `nn.Parameter(weight)`. Raises NoForward if a hidden weight is only
+        a part of the replaced weight, or inside of another transform, such as `torch.func.grad`.
         """
         if not self._narrow:
             return args, kwargs
@@ -394,8 +394,10 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace the weights in `found` now, keyed by `id`. dtype: the dtype of the operation's activation.
-        name: the operation.
+        """Return the values that replace some weights in one operation, keyed by the `id` of the weight's tensor. If the model's
+        code has written to a weight, its new values are returned.
+
+        found: the weights, with the same keys. dtype: the dtype of the operation's activation. name: the operation.
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))

@@ -133,8 +133,8 @@ def count_losses(
 
 
 def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
-    """Return a view of a tensor as a matrix that is quantized some whole rows at a time. A block format divides the matrix into
-    blocks; any other format has one scale for each row.
+    """Return a view of a tensor as the matrix whose rows are quantized: [rows, width]. In a block format, this matrix is divided
+    into blocks. In any other format, each row has one scale.
     """
     blocks = dtypes.BY_NAME[dtype].blocks
     if blocks is None:

@@ -102,9 +102,9 @@ class _Sums(NamedTuple):
 
 
 OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""A function that is called with each piece of a tensor, in several threads. Its arguments are the index of the piece's first row
-or element, the values (float32 or float64), the cast values (codes for a dtype with scales), and the errors. The tensors are only
-valid during the call.
+"""A function that is called with each piece of a tensor, in several threads. It gets four arguments: the index of the piece's first
+row or element; the values (float32 or float64); the cast values, which are codes for a dtype with scales; and the errors. The
+tensors are only valid during the call.
 """
 
 

@@ -95,8 +95,8 @@ def quantize_in_blocks(
 ) -> torch.Tensor:
     """Quantize a tensor, a few rows at a time, to a dtype that has no block scales. Returns its scales, float32 [channels] or [1].
 
-    on_block: called as `on_block(start, codes)` in several threads and in no particular order, with the flat codes of some rows and
-    the index of their first element in the flattened tensor. `codes` is a reused buffer. amax: the largest |value| of all
+    on_block: called as `on_block(start, codes)` in several threads and in no particular order. start: an index in the flattened
+    tensor. codes: the flat codes of some rows, which begin at `start`, in a buffer that is reused. amax: the largest |value| of all
     tensors that share one scale with this tensor, in all channels; if None, this tensor has scales of its own.
     """
     rows = as_rows(tensor)

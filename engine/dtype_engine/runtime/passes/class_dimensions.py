@@ -42,8 +42,9 @@ _BY_CLASS: tuple[tuple[str, int | None], ...] = (
     # SigLIP compares each image and text independently; CLIP computes a softmax over the texts.
     ("Siglip*Model", None),
 )
-"""Pairs of a pattern for the name of a model class, and the dimension of the class's main output that holds the classes of a
-distribution (None if the output is no distribution). The first pair whose pattern matches is used.
+"""Pairs: a pattern for the name of a model class, and the dimension of its main output that holds the classes of a distribution.
+For example, 1 for [batch, classes, height, width]; None if the output is no distribution. The first pair whose pattern matches is
+used.
 """
 _OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "class_queries_logits")
 """Names of outputs that hold class scores along their last dimension, for model classes that `_BY_CLASS` does not match."""

@@ -35,7 +35,8 @@ class ModuleObserver:
 class ForwardPass:
     """The state of one running forward pass.
 
-    A call is watched if its module is in `watched` (None: all modules). weights: the `id`s of the model's weights.
+    `watched` names the modules whose outputs are passed to the observer (None: all modules). weights: the `id`s of the model's
+    weights.
 
     Attributes:
         calls: the number of finished calls of each watched module.
@@ -85,12 +86,16 @@ class ForwardPass:
         return self.watched is None or name in self.watched
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """Return the call in an earlier pass whose output replaces the module's next call, or None if the module must be called."""
+        """Return the record of an earlier pass for the next call of the module `name`, if the output in this record is used and the
+        call is skipped. Return None if the module must be called.
+        """
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
-        """Record the end of a module's call. output: what it returned, or the output of an earlier pass that replaces its call."""
+        """Record that a call of the module `name` has ended, or was skipped. output: what the module returned. If the call was
+        skipped, the output of an earlier pass.
+        """
         while self.inside.pop() != name:
             self.began.pop()  # this module raised an exception that its caller handled
         began = self.began.pop()
@@ -104,10 +109,10 @@ class ForwardPass:
         self.mode.finished = len(self.finished)
 
     def _observe(self, name: str, output: Any, began: int) -> None:
-        """Pass a module's output on to the observer and the cache. If the output is reused from an earlier pass, the module and the
-        calls inside it did not run. The earlier pass's records of all these calls are passed on instead.
+        """Pass a module's output on to the observer and the cache.
 
-        began: the number of calls that had finished when the module began.
+        If the output is reused from an earlier pass, neither the module nor the calls inside it ran. The observer and the cache
+        then get the earlier pass's records of all these calls. began: the number of calls that had finished when the module began.
         """
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None

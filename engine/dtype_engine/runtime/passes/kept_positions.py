@@ -1,8 +1,8 @@
 """Finds the positions of a batch that are compared: all except those that a mask marks as padding.
 
 A mask has the shape [batch, positions], with 1 for each position to compare. In an encoder-decoder model, the decoder has its own
-positions, of which the decoder's mask and labels of -100 leave out some. A mask that leaves out no position is replaced by None.
-Outputs are then compared as they are, without copying the positions to compare.
+positions. The decoder's mask leaves out some of them, and so do labels of -100. A mask that leaves out no position is replaced by
+None. Outputs are then compared as they are, without copying the positions to compare.
 """
 
 from __future__ import annotations

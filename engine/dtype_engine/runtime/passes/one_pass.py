@@ -30,8 +30,8 @@ class PassOptions:
     released.
     """
     prefix: int | None = None
-    """The number of calls at the start of the pass `earlier` whose outputs can't have changed. Only `ForwardRunner.partial` uses
-    this.
+    """How many calls at the start of the pass `earlier` have outputs that can't have changed. The other calls run again. Only
+    `ForwardRunner.partial` uses this.
     """
     around: Callable[[WeightMode], AbstractContextManager[object]] | None = None
     """A function that gets the pass's torch-function mode and returns a context manager. The pass runs inside this context, which
@@ -59,4 +59,6 @@ class PassResult(Generic[Output]):
     cache: OutputCache | None = None
     """The outputs kept for a later pass, or None."""
     left_wide: frozenset[str] = frozenset()
-    """If activations are quantised: names of operations that used a quantised weight and an input that was not rounded."""
+    """If activations are quantised: names of operations that multiplied a quantised weight by an activation that could not be
+    rounded.
+    """

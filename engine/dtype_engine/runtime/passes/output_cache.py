@@ -53,8 +53,11 @@ def record_call(
     began, and when it ended. weights: the `id`s of the model's weights.
 
     The record holds the output for reuse only if the output consists of tensors and plain values, without other objects such as a
-    key-value cache. None of the tensors may be a weight or a view of a weight (its dtype may change the dtype of later operations),
-    have an autograd graph, lack a version counter, be a nested tensor, or be inside of `torch.vmap`.
+    key-value cache. It does not hold an output with one of these tensors:
+
+    - a weight or a view of a weight, whose dtype may change the dtype of later operations;
+    - a tensor with an autograd graph, or without a version counter;
+    - a nested tensor, or a tensor inside of `torch.vmap`.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
@@ -139,11 +142,12 @@ class OutputCache:
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """Return which calls among the first `prefix` calls can be skipped, a mapping from (module, number of its call) to the
-        index of the call in `calls`. Calls inside a skipped call are not listed.
+        """Return which of the first `prefix` calls can be skipped. The result maps (module, number of its call) to the index of the
+        call in `calls`, for example ("layers.0", 0) to 11. Calls inside a skipped call are not listed.
 
-        A call must run again if its output is not usable, if its module is one of `writers`, which change their arguments, or if it
-        is or contains a call of a `hooked` module, whose hooks must see the output. Calls inside it may still be skipped.
+        A call can't be skipped in three cases: its output is not usable; its module is one of `writers`, which change their
+        arguments; or a `hooked` module, whose hooks must see the output, is called in it. Calls inside such a call may still be
+        skipped.
         """
         before = [0]  # number of calls of hooked modules before each call
         for name in self.names[:prefix]:

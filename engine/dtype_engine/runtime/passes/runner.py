@@ -153,8 +153,8 @@ class ForwardRunner:
         return self._run(call, mode, _NOTHING, _IGNORES).output
 
     def _reusable(self, earlier: OutputCache, prefix: int) -> dict[tuple[str, int], int]:
-        """Return the calls to skip among the first `prefix` calls, a mapping from (module, number of its call) to the index of the
-        call in `earlier.calls`. It is empty if the model is stateful or was not observed.
+        """Return which of the first `prefix` calls to skip. The result maps (module, number of its call) to the index of the call
+        in `earlier.calls`. It is empty if the model is stateful or was not observed.
         """
         if self.behavior.stateful or not self.behavior.observed or not prefix:
             return {}

@@ -22,9 +22,9 @@ def weights_to_measure(
 ) -> list[tuple[str, str]]:
     """Return the (weight, dtype) pairs to measure by separate passes in the sequence number `sequence` of `sequences` sequences.
 
-    If there are few sequences, each measures all pairs. If there are many, they take turns: in each round, every pair is measured
-    in one sequence, and one further sequence measures none, so that the average is below one pass per sequence. read: the weights
-    of operations whose output dtype was read, in the order of the pass. wanted: the dtypes in which each weight is scored.
+    If there are few sequences, each measures all pairs. If there are many, each measures at most one pair: for n pairs, sequences 0
+    to n - 1 measure one each, sequence n measures none, and so on, so that the average is below one pass per sequence. read: the
+    weights of operations whose output dtype was read, in the order of the pass. wanted: the dtypes in which each weight is scored.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]

@@ -25,7 +25,7 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, LocalErrors, summed
 from dtype_engine.runtime.scan.routing import Key
 
 MOST_PASSES = 128
-"""Maximum number of passes in a sequence, each for one weight in one dtype."""
+"""Maximum number of passes over a sequence that measure single weights. Each pass measures one weight in one dtype."""
 _NOISE = 4.0
 """A drift is attributed to casts if it is more than this many times as large as the drift of a pass without casts."""
 
@@ -84,8 +84,9 @@ def measure_unfollowed(
     """Return the measured drift of each weight whose effect on the output the scan could not follow, in each of its dtypes.
 
     drift: a function that casts some weights, given as a mapping from names to dtypes, runs a pass, and returns its drift. costly:
-    the dtypes in which each weight is to be scored. unfollowed: the weights that the model used in a way that was not recorded.
-    followed: the weights with an estimate that is not 0. Raises UserError if more than `MOST_PASSES` passes are needed.
+    for each weight, the dtypes in which it is to be scored, except those whose cast changes no values. unfollowed: the weights that
+    the model used in a way that was not recorded. followed: the weights with an estimate that is not 0. Raises UserError if more
+    than `MOST_PASSES` passes are needed.
     """
     found = [name for name in costly if name in unfollowed]
     unknown = [name for name in costly if costly[name] and name not in unfollowed and name not in followed]

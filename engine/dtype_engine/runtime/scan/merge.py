@@ -19,8 +19,8 @@ def merge(files: Sequence[Path]) -> SavedScan:
     """Return one scan with the results that several jobs have saved in `files`. Its scores are the same as if one process had run
     the whole scan.
 
-    Raises UserError if a file is from another scan (its model, inputs, dtypes, settings, draws or method differ), if two files have
-    different results for the same sequence or measurement, or if results are missing.
+    Raises UserError in three cases: a file is from another scan (its model, inputs, dtypes, settings, draws or method differ); two
+    files have different results for the same sequence or measurement; or results are missing.
     """
     first, *others = [scan_file.read_any(file) for file in files]
     for file, other in zip(files[1:], others, strict=True):

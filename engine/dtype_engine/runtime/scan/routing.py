@@ -39,9 +39,11 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SAMPLED_CALLS = 16
-"""Number of `topk` calls that are sampled over all sequences."""
+"""Number of `topk` calls (by routers) that are sampled, counted over all sequences."""
 _SWAPPED = 8
-"""The cost of a swap is measured by swapping the tokens with the smallest margins: 1 / `_SWAPPED` of all tokens."""
+"""To measure what one swap costs, the k-th and the next expert are swapped for 1 / `_SWAPPED` of all tokens. These are the tokens
+with the smallest margin between the scores of the two experts.
+"""
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class TopKCall:
     index: int
     """The index of this call among all `topk` calls of the pass."""
     margins: torch.Tensor
-    """The k-th score minus the next score, [tokens], with an autograd graph."""
+    """For each token, the router's k-th largest score minus the next one: [tokens], with an autograd graph."""
 
 
 @dataclass
@@ -64,13 +66,17 @@ class TopKSample:
     calls.
     """
     margins: list[float]
-    """For each token, the k-th score minus the next score: [tokens]."""
+    """For each token, the router's k-th largest score minus the next one: [tokens]."""
     cost: float = 0.0
     """The drift caused by swapping the choices of one token, summed over all positions of the sequence."""
     squares: dict[Key, float] = field(default_factory=dict)
-    """A random estimate of the sum of squared changes of the margins that a cast causes, keyed by weight and dtype."""
+    """For each (weight, dtype): a random estimate of Σ (change of a margin)² over all tokens, if the weight is cast to this
+    dtype.
+    """
     independent: dict[Key, float] = field(default_factory=dict)
-    """The expected value of `squares` if the errors in an operation's output were independent, keyed by weight and dtype."""
+    """For each (weight, dtype): the value that `squares` would have on average if the errors in an operation's output were
+    independent.
+    """
 
 
 def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:

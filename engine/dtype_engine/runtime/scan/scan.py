@@ -51,15 +51,19 @@ from dtype_engine.search.sensitivity import is_lossless
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
-"""A plain forward pass is timed in one of this many sequences. For the others, its time is estimated from the output size."""
+"""One of this many sequences is also run in a plain forward pass, to time it. For the others, this time is estimated from the
+output size.
+"""
 
 OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Return the number of backward passes per sequence: 24 over all sequences, but at least 4 for each. (The error of a score is
-    then about 15 % with six dtypes.)
+    """Return the number of backward passes per sequence: 24 divided by the number of sequences, but at least 4.
+
+    Each pass gives one sample of every score. With 24 samples in all, the standard error of a score is about 15 % if six dtypes are
+    scanned. It is larger for fewer dtypes, because a weight's samples in all dtypes improve each of its scores (see `scores`).
     """
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 

@@ -1,20 +1,22 @@
 """Combines the results of all sequences into a score and its standard error for each weight and dtype.
 
-A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error).
+A score is a ratio estimator over sequences, in nats per position (or relative squared error): Σ sums / Σ normalizers, with these
+two fields of `SequenceScores`.
 
-The relative variance of a score is the larger of two: 2 / samples, which is that of a mean square of Gaussian numbers, and that of
-a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor estimate of the latter, so it is
-a weighted mean of the score's own variance and the mean variance of all scores (a scaled inverse chi-squared prior; Gelman et al.,
-"Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it happens to be low, its error would be low, too. The
-error is therefore half the distance from the score to the upper limit of its log-normal 95 % interval (`log_normal_error`).
+The relative variance of a score is the larger of two. The first is 2 / samples, the variance of a mean square of Gaussian numbers.
+The second is the variance of a ratio over sequences (Cochran, "Sampling Techniques", 1977, chapter 6). Few sequences give a poor
+estimate of the second, so it is replaced by a weighted mean of the score's own variance and the mean variance of all scores (a
+scaled inverse chi-squared prior; Gelman et al., "Bayesian Data Analysis", 3rd edition, 2.6). A mean of squares is skewed: if it
+happens to be low, its error would be low, too. The error is therefore half the distance from the score to the upper limit of its
+log-normal 95 % interval (`log_normal_error`).
 
 A sample (Σ g·Δ)² of gradients g and local errors Δ has a relative standard error of √2, and samples of different dtypes are
 independent. Its ratio to Σ g²Δ² shows how strongly an operation's errors are correlated, and is nearly the same in all dtypes of a
 weight. Therefore each ratio is shrunk towards the mean ratio of its weight, unless ratios differ between dtypes by more than
 sampling explains. This is an empirical-Bayes (James-Stein) estimator, as in Efron and Morris, "Data Analysis Using Stein's
-Estimator and its Generalizations" (1975). A ratio's own value has the weight a / (a + v): v is the sampling variance, and a is the
-amount by which the mean variance between dtypes exceeds v. This reduces the variance of the samples to
-v (own + (1 - own) / dtypes), where own is that weight, but not the variance between sequences.
+Estimator and its Generalizations" (1975). A ratio's own value has the weight own = a / (a + v), and the mean ratio has the rest.
+Here v is the sampling variance, and a is the amount by which the mean variance between dtypes exceeds v. This reduces the sampling
+variance of a score to v (own + (1 - own) / dtypes). The variance between sequences stays the same.
 
 `python -m tests.benchmarks.scan errors` prints how often the exact score is within two of these errors.
 """
@@ -31,8 +33,8 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 _PRIOR_FREEDOM = 8
-"""The weight that the mean variance of all scores has in the variance of each score, in degrees of freedom. A score's own variance
-has one degree of freedom less than there are sequences.
+"""How strongly the mean variance of all scores counts in the variance of one score, in degrees of freedom. For comparison, the
+score's own variance has one degree of freedom less than there are sequences.
 """
 _APPROXIMATION = 0.1
 """The relative standard error of a score that remains with any number of samples, because the estimate is an approximation. On
@@ -53,10 +55,14 @@ class SequenceScores:
     independent, and varies far less between probes.
     """
     complete: bool = False
-    """Whether the probes span the output space, so that `sums` are exact."""
+    """Whether the probes are all the vectors that define the drift's second-order term, instead of random ones. `sums` are then
+    exact.
+    """
     topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
-    """The same quantity as `sums`, measured by separate passes for the few weights whose dtype the model's code reads."""
+    """Drifts that were measured by separate passes, for the few weights whose dtype the model's code reads. They are in the unit of
+    `sums` and are used instead.
+    """
 
     def replace(self, key: Key, drift: float) -> None:
         """Replace the estimate of a weight in a dtype by a measured drift, summed over the sequence's positions."""
@@ -137,11 +143,12 @@ def _variance_of_ratio(parts: Sequence[float], shares: Sequence[float]) -> float
 def _shrink_to_mean(
     done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], variance: float
 ) -> dict[Key, tuple[float, float]]:
-    """Shrink, for each weight, the ratios of `sums` to `independent` (see `SequenceScores`) in its dtypes towards their mean, so
-    that scores vary less from sample to sample.
+    """Return factors that make the scores of a weight vary less from sample to sample: one for each score, and one for its
+    variance.
 
-    Returns two factors for each score that changes: one for the score, and one for its variance. done: the results of each
-    sequence. wanted: the dtypes of each weight. variance: the relative variance of the samples.
+    The ratio of `sums` to `independent` (see `SequenceScores`) is nearly the same in all dtypes of a weight. A score's factor
+    shrinks its ratio towards the mean ratio of the weight. done: the results of each sequence. wanted: the dtypes of each weight.
+    variance: the relative variance of the samples. Scores that do not change are omitted.
     """
     groups: list[dict[Key, float]] = []
     for name, targets in wanted.items():

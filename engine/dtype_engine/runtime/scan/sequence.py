@@ -250,18 +250,18 @@ class _Gradients:
     columns: torch.Tensor
     """For each gradient, the number of the backward pass that it comes from: [N]."""
     squares: torch.Tensor
-    """Squared gradients [1 + calls, E]. The first row is the sum over all probes; each further row belongs to one sampled `topk`
-    call.
+    """Squares of the gradients, [1 + calls, E]. The first row is their sum over all probes. Each further row is for the backward
+    pass of one sampled `topk` call.
     """
     square_columns: torch.Tensor
-    """For each row of `squares`, the column of `SequenceScan._independent` (the sums Σ g²Δ²) to which its products with squared
-    errors Δ² are added: 0 for the probes, then one column for each sampled `topk` call.
+    """For each row of `squares`, the column of the sums Σ g²Δ² in `SequenceScan._independent` to which it contributes: 0 for the
+    probes, then one column for each sampled `topk` call.
     """
 
     @classmethod
     def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Gradients:
-        """Return `gradients`, pairs (number of the backward pass, gradient), as stacked tensors. Numbers from `count` on belong to
-        sampled `topk` calls.
+        """Stack gradients of one output. gradients: pairs (number of the backward pass, gradient [E]). count: the number of
+        backward passes for probes, which come first; higher numbers belong to sampled `topk` calls.
         """
         calls = [(column, gradient) for column, gradient in gradients if column >= count]
         # Squares are added one by one, because torch takes ten times as long to sum over a first dimension of four.

@@ -203,7 +203,9 @@ class WeightOpRecorder(ReferenceMode):
         self._hide({key})
 
     def _hide(self, keys: Iterable[int]) -> None:
-        """From now on, treat these weights as tensors of unknown origin, because the pass has changed their memory."""
+        """Do not follow these weights from now on, because the pass has changed their memory in an unknown way. keys: the `id`s of
+        their tensors.
+        """
         for key in self.weights.keys() & keys:
             name = self.weights[key].info.name
             self._opaque.add(key)
@@ -304,8 +306,8 @@ class WeightOpRecorder(ReferenceMode):
     def _of_one_weight(
         self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
-        """Return whether the results of a call are functions of a single weight and of no other tensor, such as a view of a weight,
-        or `-exp(A)` for a weight A.
+        """Return whether a call computed its results from one weight alone, without any other tensor. An example is a view of a
+        weight, or `-exp(A)` for a weight A.
 
         sources: how each argument that comes from a weight was computed, keyed by the `id` of the argument.
         """

@@ -644,11 +644,11 @@ class Session:
 
         Args:
             dtypes: The dtypes in which weights are scored.
-            draws: The number of backward passes per sequence; by default 24 over all sequences, but at least 4 for each.
+            draws: The number of backward passes per sequence; by default 24 divided by the number of sequences, but at least 4.
             exact: Whether to measure each weight in each dtype separately, instead of estimating.
             save: A file in which the scan is saved after every sequence, and from which it continues.
-            on_progress: Called with the name of the step, and the numbers of operations (`exact`: of measurements) that are
-                finished, and of all.
+            on_progress: Called with the name of the step, the number of finished operations, and the number of all operations. If
+                `exact` is set, measurements are counted instead of operations.
             on_estimate: Called with intermediate reports.
             cancelled: Checked between module calls.
 

@@ -160,8 +160,8 @@ class _Pairs:
     """Assigns to each tensor of the compared checkpoint the tensor of the source with which it is compared.
 
     same: the tensor's name in the source, keyed by its name in the checkpoint. extra: names of the checkpoint that the source
-    lacks. undecoded: a phrase that describes the weight, for each weight that can't be compared, because this program can't decode
-    its values in the checkpoint or in the source.
+    lacks. undecoded: the weights that can't be compared, because this program can't decode their values in the checkpoint or in the
+    source. Each has a phrase that describes it.
     """
 
     def __init__(self, theirs: _Side, ours: _Side, tree: Tree) -> None:

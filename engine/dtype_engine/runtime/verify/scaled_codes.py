@@ -23,7 +23,9 @@ _OF_ACTIVATIONS = (
     "input_zero_point",
     "weight_format",
 )
-"""Ends of the names of tensors that are stored with a quantised weight, but do not change its values."""
+"""Ends of names such as `input_scale`. Tensors with these names are stored together with a quantised weight, but do not change its
+values.
+"""
 _ZERO_POINT = "_zero_point"
 
 

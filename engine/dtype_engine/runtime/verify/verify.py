@@ -296,9 +296,9 @@ def quantize_independently(
     """Return the codes and scales of a tensor in float8 or int8, computed in plain torch by the formula in `numerics.quantize`.
 
     scale = max |w| / (the dtype's largest value), per channel (dimension 0) or per tensor, over finite values only. The scale is 1
-    if all values are zero, never below float32's smallest normal value, and never so large that the largest code times the scale is
-    infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all tensors that
-    share the scale; if None, the tensor has a scale of its own.
+    if all values are zero. It is never below float32's smallest normal value, and never so large that the largest code times the
+    scale is infinite. Codes are w / scale, clamped and rounded half to even; NaN is 0 in int8. shared: the largest |w| of all
+    tensors that share the scale; if None, the tensor has a scale of its own.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)

@@ -1,9 +1,10 @@
 """Decides in which sequences modules are compared, and which modules are watched in passes over the other sequences.
 
-Comparing the outputs of all modules takes a quarter of the time of a pass, and up to as long as the pass itself for bfloat16 on
-processors with bfloat16 units. Modules are therefore compared in some sequences only. One of them is the first sequence, which is
-short. The others are chosen so that they have at most a sixth of the input elements that are run after the first sequence. In the
-chosen sequences, all elements of the outputs are compared. The main output is compared in every sequence.
+Comparing the outputs of all modules takes a quarter of the time of a pass. If the pass runs in bfloat16 on a processor with
+bfloat16 units, comparing takes up to as long as the pass itself. Modules are therefore compared in some sequences only. One of them
+is the first sequence, which is short. The others are chosen so that they have at most a sixth of the input elements that are run
+after the first sequence. In the chosen sequences, all elements of the outputs are compared. The main output is compared in every
+sequence.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from collections.abc import Sequence
 
 _SHARE = 6
 _OUTLINE = 10
-"""In a pass without module comparison, the outputs of the modules that the model calls directly are kept, so that the next pass can
-skip unchanged calls. If one of these calls contains more than 1 / `_OUTLINE` of all calls of the pass, the outputs of the calls
-directly inside it are kept, too: some of them can then be skipped even if others have changed.
+"""If a call contains more than 1 / `_OUTLINE` of all calls of the pass, `outline` also lists the modules called directly inside it:
+some of these calls can then be skipped even if others have changed.
 """
 
 
@@ -32,8 +32,10 @@ def compared_sequences(order: Sequence[int], elements: Sequence[int]) -> frozens
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
-    """Return a small set of modules whose outputs suffice to skip unchanged calls in the next pass: the modules that the model
-    calls directly and, if such a call contains a tenth of all calls or more, the modules called directly inside it, and so on.
+    """Return a small set of modules whose outputs are worth keeping, so that the next pass can skip calls that have not changed.
+
+    The set has the modules that the model calls directly. If such a call contains more than a tenth of all calls, the set also has
+    the modules called directly inside it, and so on.
 
     finished: the called module's name for each call of a pass, in the order in which calls ended. spans: for each of these calls,
     how many calls had finished when it began.

@@ -65,8 +65,8 @@ class ModuleComparer(ModuleObserver):
         self._routing.take_choice(module, call, chosen)
 
     def replay(self, module: str, observed: ModuleSums | None) -> None:
-        """Add `observed`, the sums of one call of `module`, to `sums`; if it is None, add nothing. For a skipped call, `observed`
-        comes from the earlier pass whose output is reused.
+        """Take over the comparison of a module call from an earlier pass, because the call is skipped and the earlier output is
+        used. observed: the sums of this comparison, which are added to `sums`; None if the module's output was not compared.
         """
         if observed is not None:
             if observed.rerouted:

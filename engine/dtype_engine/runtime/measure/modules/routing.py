@@ -66,8 +66,10 @@ class RoutingComparer:
             self.mark(module, len(chosen.reshape(-1, chosen.shape[-1])))
 
     def take_scores(self, module: str, call: int, reference: torch.Tensor, candidate: torch.Tensor) -> None:
-        """Receive the scores [..., experts] of a router that returns only scores, and record the router if the largest scores of a
-        token belong to other experts, or are in another order, than those of the reference.
+        """Receive the scores [..., experts] of a router that returns no choice, but only scores.
+
+        For each token, the experts with the largest scores are its choice. If they, or their order, differ from those of the
+        reference for any token, the router is recorded.
         """
         width = candidate.shape[-1] if candidate.ndim else 0
         if self._routing is None or (module, call) in self._choices or not _ROUTER.search(module):
@@ -79,7 +81,9 @@ class RoutingComparer:
                 self.mark(module, candidate.numel() // width)
 
     def mark(self, module: str, tokens: int) -> None:
-        """Record that a router sent at least one token to another expert than the reference did. tokens: all tokens of the call."""
+        """Record that a router sent at least one token to another expert than the reference did. tokens: the number of all tokens
+        in this call.
+        """
         self._changed[module.rpartition(".")[0]] = tokens
 
     def rerouted_by(self, module: str) -> int:

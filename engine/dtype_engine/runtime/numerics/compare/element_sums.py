@@ -86,8 +86,8 @@ def sum_chunks(
     buffers: int,
     parallel: bool = False,
 ) -> ElementSums:
-    """Call `sums_of` for each slice of `step` rows of an output, or elements of a flat output, and return the sum of the results,
-    added up in order.
+    """Call `sums_of` for one slice of an output after another, and return the sum of the results, added up in order. A slice has
+    `step` rows or, if the output is flat, `step` elements.
 
     `sums_of` also gets `buffers` float64 buffers of the slice's shape on the output's device. They are reused for the next slice,
     because touching new memory takes longer than computing the sums.

@@ -153,8 +153,9 @@ def compared_rows(output: torch.Tensor, classes_dim: int | None, kept: torch.Ten
     a view if all positions are kept and the classes are the last dimension.
 
     classes_dim: the dimension of the classes (from 0), or None if the output has no distributions. kept: a mask of the positions to
-    compare, bool [batch, positions], for the first two dimensions of the output; if None, all positions. If the positions of the
-    text are themselves the classes, as for the start of an answer, positions that are not kept get the logit minus infinity.
+    compare, bool [batch, positions], for the first two dimensions of the output; if None, all positions. In a model that finds an
+    answer in a text, the classes are the positions at which the answer may start. A position that is not kept then gets the logit
+    minus infinity.
     """
     if kept is not None and classes_dim in (0, 1):
         output = output.masked_fill(~kept.reshape(*kept.shape, *[1] * (output.ndim - 2)), -math.inf)

@@ -43,7 +43,9 @@ class PositionFigures:
     kl: torch.Tensor
     """The KL divergence in nats, NaN at positions where the reference has NaN or plus infinity."""
     same_top: torch.Tensor
-    """Whether both outputs have the same likeliest class, the first of those with the largest logit: bool [positions]."""
+    """Whether the class with the largest logit is the same in both outputs: bool [positions]. If several logits are equally large,
+    the first counts.
+    """
     log_p: torch.Tensor
     """The reference's log-probability of the correct next token, at the positions that have a next token."""
     log_q: torch.Tensor
