@@ -54,7 +54,8 @@ def export(
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which stays unchanged.
 
-    With --quantize-activations=weights, the checkpoint also makes runtimes quantise activations, for the formats that support it.
+    With --quantize-activations=weights, the checkpoint tells runtimes to also round the inputs of matrix products, in the formats
+    that support this (W8A8, W4A4).
     Only NVFP4 requires running the model: one pass over the calibration inputs measures the activation scales that NVFP4 stores.
     """
     from dtype_engine.checkpoint.export_folder import check_folder

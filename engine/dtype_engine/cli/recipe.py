@@ -95,7 +95,7 @@ def _left_out_lines(written: Conversion) -> list[str]:
     "target",
     required=True,
     type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
-    help="The tool to compare with, or the runtime (vllm or sglang) that would load an export.",
+    help="The tool whose reading of the patterns is compared, or the runtime (vllm or sglang) that would load an export.",
 )
 @model_option
 @json_option

@@ -10,7 +10,7 @@ from dtype_engine.cli.program import answer
 @click.command
 @click.argument("address", default="tcp://HOST:8786")
 def worker(address: str) -> None:
-    """Print the shell commands that start workers for --workers tcp://HOST:8786."""
+    """Print the shell commands that start Dask workers, on which `scan --workers tcp://HOST:8786` and others run a model."""
     from dtype_engine.evaluation.cluster import worker_lines
 
     answer(worker_lines(address))

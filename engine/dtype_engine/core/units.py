@@ -62,7 +62,7 @@ def time_left(seconds: float) -> str:
 
 
 def decibels(value: float | None) -> str:
-    """Return a ratio in decibels, such as `46.50 dB`.
+    """Return a value that is in decibels as text, such as `46.50 dB`.
 
     Infinity is written as `exact`; None, NaN and minus infinity are written as words.
     """

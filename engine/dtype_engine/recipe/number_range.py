@@ -28,7 +28,9 @@ def _at_least_zero(low: int, high: int, width: int) -> list[str]:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return an expression for the integers from `low` to `high`, inclusive. Both must have the same number of digits."""
+    """Return a regular expression that matches the integers from `low` to `high`, inclusive, in decimal. Both must have the same
+    number of digits.
+    """
     if (set(low), set(high)) == ({"0"}, {"9"}):
         return f"[0-9]{{{len(low)}}}"
     if len(low) == 1:

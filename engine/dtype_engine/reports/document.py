@@ -269,7 +269,11 @@ def _table_rows(tree: Tree) -> list[tuple[str, list[Module]]]:
 
 
 def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
-    """Return (name, modules) for the table rows directly below the row `name`, which stands for `modules`."""
+    """Return the table rows directly below a row, each as (name, the modules that it sums up).
+
+    Alike numbered modules share a row: below `model.layers` there is one row `model.layers.{0..5}` for six layers, and below that
+    one row `model.layers.{0..5}.mlp` for their six MLPs. name, modules: those of the upper row.
+    """
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
     if len(labels) > 1 and all(is_number(label) for label in labels):

@@ -57,8 +57,10 @@ class Axes:
 
 
 def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
-    """Return logarithmic axes that contain every point. A y that is less than a millionth of the largest y counts as zero. points:
-    (x, y).
+    """Return axes that contain every finite point: x is linear and y logarithmic. Points whose y is less than a millionth of the
+    largest y are drawn in a row for zero, below the logarithmic scale.
+
+    points: pairs (x, y).
     """
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)

@@ -52,7 +52,7 @@ class Context:
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """Tensors whose planned dtype the target can't express."""
+    """Tensors of a recipe whose planned dtype another tool, the target of the conversion, can't express."""
 
     why: str
     part: Part
@@ -113,11 +113,11 @@ class Target:
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
-    """Compile a tool's regular expression `source` to a function that matches names. `.` does not match a line break in it,
-    although it does in this program's own patterns.
+    """Compile a regular expression from another tool's recipe to a function that matches tensor names. Unlike in this program's own
+    patterns, `.` does not match a line break.
 
-    pattern: the whole pattern, for messages. kind: how much of a name must match: all of it, its beginning, or any part. Raises
-    PatternError.
+    source: the regular expression. pattern: the text that the recipe has, such as `re:.*mlp`, for error messages. kind: how much of
+    a name must match: all of it, its beginning, or any part. Raises PatternError.
     """
     return compile_regex(source, pattern, kind, dotall=False)
 

@@ -328,8 +328,10 @@ def _finite_output_under(
 def _better_in_float32(
     meter: DriftMeter, tree: Tree, recipe: Recipe, rules: Scope, output: OutputDrift, cancelled: IsCancelled
 ) -> tuple[Scope, OutputDrift]:
-    """Try whether a remedy is better with float32 in place of bfloat16. Returns the float32 rules and their drift if this drift is
-    lower than `output`, the drift under `rules`. Otherwise returns `rules` and `output`.
+    """Measure whether the rules that were found against non-finite values drift less in float32 than in bfloat16. Returns the
+    better rules with their drift.
+
+    recipe: the user's rules, which come first. rules, output: the rules found, in bfloat16, and the drift under them.
     """
     wider = tuple(Rule.make(rule.pattern, "float32") for rule in rules)
     after = _finite_output_under(meter, tree, recipe.then(*wider), "modules", cancelled)

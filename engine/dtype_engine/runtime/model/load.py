@@ -236,8 +236,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
 
 
 def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
-    """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. Returns the
-    module, with the scales of the weights that are stored with scales.
+    """Fill a given module with the tensors of a checkpoint, memory-mapped from the files and in their stored dtypes. The result
+    holds the module and, for each weight that is stored with scales, its dtype and scales.
 
     Raises UserError unless the checkpoint and the module have tensors of the same names and shapes.
     """

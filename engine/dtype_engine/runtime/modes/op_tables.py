@@ -61,7 +61,7 @@ def recover(
 ) -> Any:
     """Handle a call of a torch function that raised `error`: repeat it in another way if there is one, and return the result.
 
-    Under autocast, which does not support float64, or recurrent layers on the CPU, the call is repeated without autocast. A grouped
+    Under autocast, the call is repeated without it: autocast fails for float64 and, on the CPU, for recurrent layers. A grouped
     product is computed one product at a time. Otherwise, raises KernelError if a kernel is missing, and else `error`.
     """
     if torch.is_autocast_enabled(site.device.type):

@@ -394,10 +394,11 @@ class WeightMode(TorchFunctionMode):
     def current_values(
         self, found: Mapping[int, Weight], dtype: torch.dtype | None, name: str
     ) -> dict[int, torch.Tensor]:
-        """Return the values that replace some weights in one operation, keyed by the `id` of the weight's tensor. If the model's
-        code has written to a weight, its new values are returned.
+        """Return the values with which one operation computes instead of the stored weights, keyed by the `id` of the weight's
+        tensor. These are the cast values. If the model's code has written to a weight in this pass, they are what it wrote.
 
-        found: the weights, with the same keys. dtype: the dtype of the operation's activation. name: the operation.
+        found: the weights that the operation uses, with the same keys. dtype: the dtype of the operation's activation, to which
+        quantized weights are dequantized, or None if there is no activation. name: the operation, such as "linear".
         """
         held = {key: weight for key, weight in found.items() if key not in self.written}
         values = dict(zip(held, self.values_of(list(held.values()), dtype, name), strict=True))

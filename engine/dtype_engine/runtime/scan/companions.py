@@ -44,10 +44,11 @@ def added_drift(drift_of: Callable[[tuple[str, ...]], float], name: str, compani
 
 
 class CompanionsMode(TorchFunctionMode):
-    """A torch-function mode that observes a pass. For each operation with several weights, it stores the companions of the smallest
-    weight (the other weights) in `found`, keyed by the smallest weight's name.
+    """A torch-function mode that observes which weights are used together in one operation, such as a norm's scale and bias. For
+    each such operation, it stores the names of the other weights in `found`, keyed by the name of the smallest weight.
 
-    mode: the mode of the pass, which has to be entered inside this one.
+    mode: the WeightMode that runs the pass and knows the weights. It must be entered after this mode, so that this mode sees its
+    operations.
     """
 
     def __init__(self, found: dict[str, tuple[str, ...]], mode: WeightMode) -> None:
