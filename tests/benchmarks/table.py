@@ -47,7 +47,7 @@ def table(folder: Path) -> list[Row]:
         Shown("empty Textual", sys.executable, ("-c", EMPTY_APP), "embed_tokens", None, None),
         Shown("demo", ours, ("demo",), "embed_tokens", "ready", busy="t"),
         Shown("24 layers", ours, (str(folder),), "embed_tokens", "ready", busy="t"),
-        Shown("671 B", ours, (str(giant),), "embed_tokens", "671.1 G"),
+        Shown("671 B", ours, (str(giant),), "embed_tokens", "671.1 B"),
     ]
     if (other := shutil.which("sft")) is not None:
         shown.append(

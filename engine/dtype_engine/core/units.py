@@ -15,10 +15,10 @@ def human_bytes(size: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """Return a count as text, such as `707.8 k`, `6.7 G` or `1.0 T`. A billion is `G`, because `B` could be read as bytes."""
-    for unit in ("", " k", " M", " G", " T"):
+    """Return a count, such as a number of parameters, as text: `707.8 k`, `6.7 B` or `671 B`. A billion is `B`, as in models' names."""
+    for unit in ("", " k", " M", " B", " T"):
         if abs(count) < (999.95 if unit else 999.5) or unit == " T":
-            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+            return f"{count:.1f}".removesuffix(".0") + unit if unit else f"{count:.0f}"
         count /= 1000
     raise AssertionError
 
@@ -72,7 +72,7 @@ def decibels(value: float | None) -> str:
         return "not finite"
     if math.isinf(value):
         return "exact" if value > 0 else "not finite"
-    return f"{value:.2f} dB"
+    return f"{round(value, 2) + 0.0:.2f} dB"  # without + 0.0, a small negative value is written as -0.00
 
 
 def percent_with_error(share: float, error: float | None) -> str:

@@ -9,25 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.units import change_text, human_bytes, human_count, percent_with_error, plural
+from dtype_engine.core.units import change_text, decibels, human_bytes, human_count, percent_with_error, plural
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import ModuleDrift, worst_modules
 
 
 @pytest.mark.parametrize(
     ("count", "shown"),
-    [(0, "0"), (999, "999"), (1000, "1.0 k"), (999_949, "999.9 k"), (999_950, "1.0 M"), (671_026_419_200, "671.0 G"),
-     (10**12, "1.0 T"), (10**15, "1000.0 T")],
+    [(0, "0"), (999, "999"), (1000, "1 k"), (999_949, "999.9 k"), (999_950, "1 M"), (671_026_419_200, "671 B"),
+     (6_740_000_000, "6.7 B"), (10**12, "1 T"), (10**15, "1000 T")],
 )  # fmt: skip
 def test_counts(count: int, shown: str) -> None:
     assert human_count(count) == shown
 
 
+@pytest.mark.parametrize(("value", "shown"), [(-0.001, "0.00 dB"), (-0.01, "-0.01 dB"), (46.5, "46.50 dB")])
+def test_decibels_have_no_negative_zero(value: float, shown: str) -> None:
+    assert decibels(value) == shown
+
+
 @given(st.integers(0, 10**15))
-def test_a_count_is_never_read_as_bytes(count: int) -> None:
+def test_a_count_is_right_to_two_digits(count: int) -> None:
     number, _, unit = human_count(count).partition(" ")
-    assert unit in ("", "k", "M", "G", "T")
-    assert float(number) * 1000 ** " kMGT".index(unit or " ") == pytest.approx(count, rel=0.051, abs=0.5)
+    assert unit in ("", "k", "M", "B", "T")
+    assert float(number) * 1000 ** " kMBT".index(unit or " ") == pytest.approx(count, rel=0.051, abs=0.5)
     assert human_bytes(count).endswith("B")
 
 

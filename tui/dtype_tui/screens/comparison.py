@@ -181,7 +181,12 @@ def _modules(one: Side, other: Side) -> Table | Text:
     page.add_row(_heading("SQNR of modules"))
     table = _columns("", one.title, other.title, "difference")
     for _, name, left, right, gain in sorted(rows, key=lambda row: row[0])[:MOST_ROWS]:
-        table.add_row(printable(name, 300), decibels(left), decibels(right), "" if gain is None else f"{gain:+.2f} dB")
+        table.add_row(
+            printable(name, 300),
+            decibels(left),
+            decibels(right),
+            "" if gain is None else f"{round(gain, 2) + 0.0:+.2f} dB",
+        )
     if len(rows) > MOST_ROWS:
         table.add_row(f"and {len(rows) - MOST_ROWS:,} more", "", "", "")
     page.add_row(table)
