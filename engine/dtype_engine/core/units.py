@@ -15,7 +15,7 @@ def human_bytes(size: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """Return a count, such as a number of parameters, as text: `707.8 k`, `6.7 B` or `671 B`. A billion is `B`, as in models' names."""
+    """Return a count, such as a number of parameters, as text: `707.8 k`, `6.7 B` (billion) or `671 B`."""
     for unit in ("", " k", " M", " B", " T"):
         if abs(count) < (999.95 if unit else 999.5) or unit == " T":
             return f"{count:.1f}".removesuffix(".0") + unit if unit else f"{count:.0f}"

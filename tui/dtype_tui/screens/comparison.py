@@ -185,7 +185,7 @@ def _modules(one: Side, other: Side) -> Table | Text:
             printable(name, 300),
             decibels(left),
             decibels(right),
-            "" if gain is None else f"{round(gain, 2) + 0.0:+.2f} dB",
+            "" if gain is None else f"{gain:+.2f} dB",
         )
     if len(rows) > MOST_ROWS:
         table.add_row(f"and {len(rows) - MOST_ROWS:,} more", "", "", "")
