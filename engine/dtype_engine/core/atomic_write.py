@@ -49,7 +49,11 @@ def check_target(path: Path, replace: bool = False) -> Path:
     try:
         path = path.expanduser().absolute()
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
-    except (OSError, RuntimeError, ValueError) as error:  # the name is too long, `~name` is not a user, or it has a null byte
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # the name is too long, `~name` is not a user, or it has a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:

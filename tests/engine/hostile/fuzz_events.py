@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
 from tests.helpers.mutations import changed
 from tests.helpers.random_events import KINDS as EVENTS
 from tests.helpers.random_events import RandomEvents

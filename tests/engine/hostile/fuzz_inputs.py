@@ -1,5 +1,5 @@
-"""The kinds of `fuzz.py` that are a part of a model's folder or a file that inputs are made of: `dtype-engine drift` opens each with
-the model beside it, and runs the model on what came of it.
+"""The kinds of `fuzz.py` that are a part of a model's folder, or a file that inputs are made of: `dtype-engine drift` opens each
+with the model beside it, and runs the model on what came of it.
 
 What a chat template and a tokenizer do in a process of their own, they do in one that is forked here, under the same limits: a new
 interpreter needs seconds until it has imported transformers.
@@ -88,7 +88,8 @@ _OF_CONFIGS = {
     "padding_value": (float("inf"), "x"), "return_tensors": ("np", "tf", "pt"), "num_frames": _SIZES, "patch_size": _SIZES,
 }  # fmt: skip
 _TEMPLATES = (
-    "{% for message in messages %}<|{{ message.role }}|>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}so{% endif %}",
+    "{% for message in messages %}<|{{ message.role }}|>{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}so{% endif %}",
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content | trim }} [/INST]{% elif m.role == 'x' %}"
     "{{ raise_exception('roles must alternate') }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
     "{% macro one(m) %}{{ m.content }} {% endmacro %}{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
@@ -150,18 +151,23 @@ def _tokenizers(folder: Path) -> list[_Good]:
     from tests.helpers.paths import DEMO
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-    words = "the quick brown fox jumps over the lazy dog and says hello world 0123456789".split()
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "says", "hello", "world", "0123456789"]
     levels = Tokenizer(models.BPE())
     levels.pre_tokenizer, levels.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
-    levels.train_from_iterator(words * 3, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], show_progress=False))
+    levels.train_from_iterator(
+        words * 3, trainers.BpeTrainer(vocab_size=300, special_tokens=["<s>"], show_progress=False)
+    )
     levels.post_processor = processors.ByteLevel()
     pieces = Tokenizer(models.Unigram())
     pieces.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" {2,}", " ")])
     pieces.pre_tokenizer, pieces.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     pieces.train_from_iterator(
-        words, trainers.UnigramTrainer(vocab_size=60, special_tokens=["<s>", "<unk>"], unk_token="<unk>", show_progress=False)
+        words,
+        trainers.UnigramTrainer(vocab_size=60, special_tokens=["<s>", "<unk>"], unk_token="<unk>", show_progress=False),
     )
-    pieces.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)])
+    pieces.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+    )
     demo = (DEMO / "tokenizer.json").read_bytes()
     own = ("--prompt", "hello  WORLD 123 é 한")
     texts = [levels.to_str().encode(), pieces.to_str().encode(), demo]
@@ -202,7 +208,8 @@ def _pictures(folder: Path) -> list[_Good]:
     writings: list[tuple[Image.Image, str, dict[str, Any]]] = [
         (plain, "PNG", {}), (colour, "PNG", {"exif": turned}), (grey, "PNG", {}), (plain.convert("P"), "PNG", {"transparency": 3}),
         (plain, "JPEG", {"exif": turned}), (plain.convert("CMYK"), "JPEG", {}), (plain, "JPEG", {"progressive": True}),
-        (colour, "WEBP", {"exif": turned}), (plain, "WEBP", {"lossless": True}), (plain, "BMP", {}), (plain.convert("P"), "BMP", {}),
+        (colour, "WEBP", {"exif": turned}), (plain, "WEBP", {"lossless": True}), (plain, "BMP", {}),
+        (plain.convert("P"), "BMP", {}),
         (plain.convert("P"), "GIF", {"save_all": True, "append_images": [plain.convert("P")]}),
         (plain, "TIFF", {"compression": "tiff_lzw"}), (plain, "TIFF", {"compression": "jpeg"}), (grey, "TIFF", {"exif": turned}),
         (plain.convert("1"), "TIFF", {"compression": "group4"}), (plain, "TIFF", {"compression": "tiff_deflate"}),
@@ -264,7 +271,10 @@ def _with_another_step(value: Any, chooser: random.Random) -> Any:
         return value
     if "model" in value and "added_tokens" in value:
         name = chooser.choice(list(_STEPS))
-        one, many = chooser.choice(_STEPS[name]), [chooser.choice(_STEPS[name]) for _ in range(chooser.choice((2, 5, 40)))]
+        one, many = (
+            chooser.choice(_STEPS[name]),
+            [chooser.choice(_STEPS[name]) for _ in range(chooser.choice((2, 5, 40)))],
+        )
         inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers", "post_processor": "processors"}
         sequence = {"type": "Sequence", inner.get(name, "decoders"): many}
         return value | {name: sequence if name in (*inner, "decoder") and chooser.random() < 0.3 else one}
@@ -282,7 +292,11 @@ def _with_another_step(value: Any, chooser: random.Random) -> Any:
 def _other_template(text: str, chooser: random.Random) -> str:
     """A template with statements put in, doubled, dropped or nested."""
     for _ in range(chooser.choice((1, 1, 2, 4))):
-        places = [at for at in range(len(text) + 1) if text[at : at + 2] in ("{{", "{%", "") or text[at - 2 : at] in ("}}", "%}")]
+        places = [
+            at
+            for at in range(len(text) + 1)
+            if text[at : at + 2] in ("{{", "{%", "") or text[at - 2 : at] in ("}}", "%}")
+        ]
         begin, end = sorted((chooser.choice(places), chooser.choice(places)))
         what = chooser.random()
         if what < 0.6:
