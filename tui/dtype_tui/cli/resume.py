@@ -37,10 +37,16 @@ def saved_session(model: str | None) -> SavedSession:
 
     If the model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python finds it.
 
-    Raises UserError if there is no such session. Also raises UserError if `model` is None, the saved session names Python code as
-    its model, and another user could have written the session's file. The user then has to name the code on the command line.
+    Raises UserError if there is no such session, or if it names a cluster, which may run code here, and another user could have
+    written it. Also raises UserError if `model` is None, the saved session names Python code as its model, and another user could
+    have written the session's file. The user then has to name the code on the command line.
     """
     saved = newest_session(model)
+    if isinstance(saved.options.workers, str) and not saved.own:
+        raise UserError(
+            f"the last session works on the cluster at {printable(saved.options.workers, 200)}, and someone else could have written "
+            "it: open the model without --resume"
+        )
     if not is_python(saved.model):
         return saved
     if not saved.own:
