@@ -44,8 +44,8 @@ def saved_session(model: str | None) -> SavedSession:
     saved = newest_session(model)
     if isinstance(saved.options.workers, str) and not saved.own:
         raise UserError(
-            f"the last session works on the cluster at {printable(saved.options.workers, 200)}, and someone else could have written "
-            "it: open the model without --resume"
+            f"the last session works on the cluster at {printable(saved.options.workers, 200)}, and someone else could have "
+            "written it: open the model without --resume"
         )
     if not is_python(saved.model):
         return saved

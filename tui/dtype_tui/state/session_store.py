@@ -6,6 +6,7 @@ read. Options that allow a model to run code are not saved: the user has to give
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -154,9 +155,8 @@ class SessionFile:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise UserError(f"can't keep the session in {self.path.parent}: {error.strerror}") from None
-        write_text_atomic(
-            self.path, json.dumps(_encoded(session), ensure_ascii=False, indent=1), replace=True, mode=0o600
-        )
+        # In ASCII, because a path that is not UTF-8 has halves of surrogate pairs, which can't be encoded.
+        write_text_atomic(self.path, json.dumps(_encoded(session), indent=1), replace=True, mode=0o600)
         if not self._pruned:
             self._pruned = True
             prune()
@@ -165,7 +165,8 @@ class SessionFile:
 def prune() -> None:
     """Delete the oldest sessions. Also delete partial files more than a day old, which killed processes have left behind."""
     for path in _files()[MOST_KEPT:]:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another run of the app has deleted it, or it is not a file
+            path.unlink()
     yesterday = datetime.now(UTC).timestamp() - 86400
     for path in sessions_folder().glob(".*.partial-*"):
         try:
