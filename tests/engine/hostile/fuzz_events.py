@@ -24,6 +24,7 @@ _WAIT_S = 10.0
 
 def make_good(kind: str, folder: Path) -> list[bytes]:
     """Streams that between them have every kind of event, with texts of all sorts."""
+    import dtype_engine.worker.messages  # noqa: F401  # it imports what the events' annotations name
     from dtype_engine.recipe import Recipe, Rule
     from dtype_engine.worker.control import PROTOCOL, Hello
     from dtype_engine.worker.frames import MARK

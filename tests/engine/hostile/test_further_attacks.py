@@ -43,15 +43,11 @@ RECIPE = de.Recipe().then(de.Rule.parse("*.mlp=bf16"))
 # -- a scheduler that hands a worker other paths ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd", None]
-)
-def test_a_worker_that_is_handed_other_paths_gives_nothing_of_them(model: str | None, tmp_path: Path) -> None:
-    """Its own model is on these files; what else it finds there has other fingerprints."""
+@pytest.mark.parametrize("model", ["/etc/passwd", "/dev/zero", "..", "a\0b", "tcp://host/x", "file:///etc/passwd"])
+def test_a_worker_that_is_handed_other_paths_gives_nothing_of_them(model: str, tmp_path: Path) -> None:
+    """No model is there; one that is has another fingerprint (`test_another_model_or_other_inputs_are_refused_by_name`)."""
     opened = Opened(model, de.Options(device="cpu", prompts=("hello",)), "w" * 64, "i" * 64)
-    with pytest.raises(
-        UserError, match=r"^process \d+ on .* (can't open the model: |has other weights for demo)"
-    ) as told:
+    with pytest.raises(UserError, match=r"^process \d+ on .* can't open the model: ") as told:
         evaluate(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings())))
     assert "root:" not in str(told.value)
     compared = Exported(model, de.Options(device="cpu"), Path("/etc"), "c" * 64)
