@@ -108,7 +108,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
         return
     longest = max(map(len, texts), default=0)
     try:
-        _run(job, limits, _MEMORY + _MEMORY_PER_CHARACTER * longest, len(texts) + sum(map(len, texts)) // 1_000_000)
+        _run(job, limits, _MEMORY + _MEMORY_PER_CHARACTER * longest, 1 + sum(map(len, texts)) // 1_000_000)
     except _Failed as failed:
         raise PartFails(f"{title}: its tokenizer.json {failed}") from None
     except _Ended as ended:
@@ -163,8 +163,8 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, pieces: int) -> 
     """Run `limited_child.py` in a child process, and return the list that it writes.
 
     job: what the child runs, either a chat template or a tokenizer's steps, with the texts to run it on. memory: how many bytes the
-    child may use in addition to the imported libraries. pieces: the number of texts; the child may use the time limit for each of
-    them. Raises _Ended if the child exceeds a limit or fails.
+    child may use in addition to the imported libraries. pieces: how often the child may use up the time limit: once for each
+    conversation, or for each million characters. Raises _Ended if the child exceeds a limit or fails.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"
