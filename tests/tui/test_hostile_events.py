@@ -60,13 +60,17 @@ class Hostility:
             engine(self._app).emit(event)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Nothing on the screen is a command to the terminal or a link, or moves what is beside it."""
-        for line in lines(self._app):
-            assert printable(line, len(line)) == line, "\n".join(lines(self._app))
-        for strip in self._app.screen._compositor.render_strips():
-            for segment in strip:
-                assert not segment.control, segment
-                assert segment.style is None or segment.style.link is None, segment
+        check_screen(self._app)
+
+
+def check_screen(app: DtypeApp) -> None:
+    """Nothing on the screen is a command to the terminal or a link, or moves what is beside it."""
+    for line in lines(app):
+        assert printable(line, len(line)) == line, "\n".join(lines(app))
+    for strip in app.screen._compositor.render_strips():
+        for segment in strip:
+            assert not segment.control, segment
+            assert segment.style is None or segment.style.link is None, segment
 
 
 def without_last_check(app: DtypeApp) -> None:

@@ -88,7 +88,9 @@ class BaseApp(App[ReturnType]):
         unless `surely` is True.
         """
         said = self.messages
-        if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
+        if not said or said[-1] is self._read:
+            return
+        if surely or not 0 <= time.time() - said[-1].raised_at <= READ_S:  # below 0 if the clock was set back
             self._read = said[-1]
             self._refresh_notifications()
 

@@ -36,7 +36,11 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
     except FileExistsError:
         raise UserError(f"{path} exists; name another file{hint('replace')}") from None
     except OSError as error:
-        raise UserError(f"can't write {path}: {error.strerror}") from None
+        raise UserError(f"can't write {printable(str(path), 200)}: {error.strerror}") from None
+    except UnicodeEncodeError:
+        raise UserError(
+            f"can't write {printable(str(path), 200)}: a name in it is not Unicode; rename the file or folder that has it"
+        ) from None
     finally:
         if temporary is not None:
             with contextlib.suppress(OSError):
@@ -50,8 +54,14 @@ def check_target(path: Path, replace: bool = False) -> Path:
     """
     try:
         path = path.expanduser().absolute()
+        if "\0" in str(path):
+            raise ValueError("a name has no null character")
         folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
-    except (OSError, RuntimeError) as error:  # the name is too long, or `~name` is not a user
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # the name is too long, `~name` is not a user, or it has a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
     if folder:

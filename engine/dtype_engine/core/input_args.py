@@ -20,7 +20,7 @@ TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
 def check_files(options: Options) -> None:
     """Raise UserError, before anything is loaded, for an input file that can't be read or for inputs that exclude each other."""
     for path in options.texts:
-        read_text(path)
+        read_text(path, options.limits)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
         with reading(path), open_regular(path) as file:
             empty = not file.read(1)

@@ -15,6 +15,10 @@ CHARACTERS_PER_TOKEN = 16
 """How many characters of text are allowed for each token that `InputLimits.tokens` allows. A token has about 4 characters on
 average.
 """
+BYTES_PER_TOKEN = 256
+"""How many bytes a text file may have for each token that `InputLimits.tokens` allows. It is more than the characters need, because
+a JSON Lines file also holds other entries.
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_limits import BYTES_PER_TOKEN, InputLimits
 
 _PIECE_BYTES = 1 << 20
 
@@ -62,10 +63,14 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
         raise UserError(f"{path} is not a regular file")
 
 
-def read_text(path: Path) -> str:
-    """Return the content of a UTF-8 text file. Raises UserError if the file can't be read, is not UTF-8 or is empty."""
+def read_text(path: Path, limits: InputLimits) -> str:
+    """Return the content of a UTF-8 text file. Raises UserError if the file can't be read, is not UTF-8, is empty, or has over
+    `BYTES_PER_TOKEN` bytes for each token of the limits.
+    """
     try:
         with reading(path), open_regular(path) as file:
+            tokens = os.fstat(file.fileno()).st_size / BYTES_PER_TOKEN
+            limits.refuse_file("tokens", f"{path}, at {BYTES_PER_TOKEN} bytes per token,", tokens)
             text = io.TextIOWrapper(file, encoding="utf-8").read()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text (UTF-8)") from None

@@ -22,7 +22,7 @@ from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Command, Measure, Request, Save, Scan
+from dtype_engine.worker.commands import Cancel, Command, Measure, Request, Save, Scan
 from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
@@ -87,6 +87,9 @@ class Worker(Engine):
         with self._changed:
             self._replace_queue(merge(self._queue, request))
             self._emit_jobs()
+            idle = self._queue.running is None and not self._queue.waiting
+            if idle and isinstance(request, Cancel) and self._opened.is_set():
+                self._emit(events.Idle())  # the thread may not have seen what was dropped, and so does not say it
 
     def save(self, request: SaveRequest) -> None:
         with self._changed:

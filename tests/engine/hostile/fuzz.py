@@ -28,11 +28,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.engine.hostile import fuzz_events, fuzz_inputs
 from tests.helpers import preloaded
 from tests.helpers.mutations import STRANGE, changed
 
 PROGRAM = preloaded.module("tests.engine.hostile.fuzz")
-KINDS = ("gguf", "pth", "recipe", "config", "session", "scan")
+KINDS = ("gguf", "pth", "recipe", "config", "session", "scan", *fuzz_inputs.KINDS, *fuzz_events.KINDS)
 LONGEST_S = 20
 MOST_BYTES = 1_500_000_000
 _ADDRESS_SPACE = 12 << 30  # of which torch maps several without using them
@@ -49,8 +50,14 @@ _PIECES = (b"\0", b"\xff", b"(", b"]", b"}", b"2", b"0", b"R", b"\x94")
 # -- good files ----------------------------------------------------------------------------------------------------
 
 
-def make_good(folder: Path) -> dict[str, list[bytes]]:
-    """Several good files of each kind, small enough that most mutations hit something. Also the model that recipes are for."""
+def make_good(kind: str, folder: Path) -> list[bytes]:
+    """Several good files of a kind, small enough that most mutations hit something. Also what they are tried with: the model that
+    recipes are for, say.
+    """
+    if kind in fuzz_inputs.KINDS:
+        return fuzz_inputs.make_good(kind, folder)
+    if kind in fuzz_events.KINDS:
+        return fuzz_events.make_good(kind, folder)
     import torch
     from safetensors.torch import save_file
 
@@ -59,20 +66,19 @@ def make_good(folder: Path) -> dict[str, list[bytes]]:
         f"model.layers.{n}.{part}": torch.randn(4, 8) for n in range(2) for part in ("mlp.up.weight", "norm.bias")
     }
     save_file(tensors, folder / "model.safetensors")
-    good = {
-        "gguf": [_gguf(folder, count) for count in (1, 3)],
-        "pth": [
-            _pth(tensors),
-            _pth({"state_dict": tensors, "epoch": 3}),
-            _pth(tensors, legacy=True),
-            _deflated(_pth(tensors)),
-        ],
-        "recipe": [_RECIPE.encode(), _recipe(folder)],
-        "config": [_CONFIG.encode()],
-        "session": [_session(folder)],
-        "scan": [_scan(folder)],
-    }
-    return good
+    match kind:
+        case "gguf":
+            return [_gguf(folder, count) for count in (1, 3)]
+        case "pth":
+            whole = _pth(tensors)
+            return [whole, _pth({"state_dict": tensors, "epoch": 3}), _pth(tensors, legacy=True), _deflated(whole)]
+        case "recipe":
+            return [_RECIPE.encode(), _recipe(folder)]
+        case "config":
+            return [_CONFIG.encode()]
+        case "session":
+            return [_session(folder)]
+    return [_scan(folder)]
 
 
 def _gguf(folder: Path, tensors: int) -> bytes:
@@ -190,9 +196,12 @@ def FINGERPRINT() -> Any:
 def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
     """The file of a case."""
     chooser = random.Random(f"{kind} {seed}")
-    content = chooser.choice(good)
+    content = good[seed % len(good)] if kind in fuzz_inputs.KINDS else chooser.choice(good)
     if chooser.random() < 0.02:
         return content
+    own = fuzz_inputs if kind in fuzz_inputs.KINDS else fuzz_events if kind in fuzz_events.KINDS else None
+    if own is not None and (made := own.mutated(kind, content, chooser)) is not None:
+        return made
     if kind == "pth" and content[:2] == b"PK" and chooser.random() < 0.6:
         return _with_another_pickle(content, chooser)
     if kind in ("session", "scan") and chooser.random() < 0.7:
@@ -309,6 +318,12 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(out):
         if kind in ("config", "session"):
             return _run_app(kind, content, folder), said.getvalue()
+        if kind in fuzz_events.KINDS:
+            return fuzz_events.run_case(content, folder, seed), said.getvalue()
+        if kind in fuzz_inputs.KINDS:
+            with fuzz_inputs.children_are_forked():
+                status = run(cli, "dtype-engine", fuzz_inputs.command(kind, content, folder, seed))
+            return status, said.getvalue()
         path.write_bytes(content)
         if kind == "scan":
             import click
@@ -368,11 +383,11 @@ class Seen:
 _NEEDS_A_TERMINAL = "this is not a terminal"
 
 
-def judged(kind: str, seed: int, good: dict[str, list[bytes]], folder: Path, seen: Seen) -> None:
+def judged(kind: str, seed: int, good: list[bytes], folder: Path, seen: Seen) -> None:
     """Run a case and add what it gave to `seen`."""
     from dtype_engine.runtime.session.process_memory import process_memory, reset_peak_rss
 
-    content = mutated(kind, good[kind], seed)
+    content = mutated(kind, good, seed)
     reset_peak_rss()
     signal.alarm(LONGEST_S)
     started = time.process_time()
@@ -422,7 +437,7 @@ def work(kind: str, first: int, count: int, progress: Path) -> Seen:
     seen = Seen()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        good = make_good(folder)
+        good = make_good(kind, folder)
         for seed in range(first, first + count):
             progress.write_text(json.dumps({"at": seed, "seen": dataclasses.asdict(seen)}))
             judged(kind, seed, good, folder, seen)
@@ -481,7 +496,7 @@ def main(arguments: list[str]) -> int:
         kind, seed, place = arguments[1:]
         os.environ["DTYPE_TUI_TRACEBACK"] = "1"
         folder = Path(place)
-        content = mutated(kind, make_good(folder)[kind], int(seed))
+        content = mutated(kind, make_good(kind, folder), int(seed))
         (folder / f"{kind}-{seed}").write_bytes(content)
         print(run_case(kind, content, folder, int(seed)))
         return 0

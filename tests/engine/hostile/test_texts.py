@@ -148,10 +148,11 @@ def test_nothing_waits_for_a_file_that_is_none(tmp_path: Path, reader: str, spec
 
 
 def test_lines_of_a_text_end_the_same_wherever_it_was_written(tmp_path: Path) -> None:
+    from dtype_engine.core.input_limits import InputLimits
     from dtype_engine.core.regular_files import read_text
 
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
-    assert read_text(tmp_path / "a.txt") == (tmp_path / "a.txt").read_text()
+    assert read_text(tmp_path / "a.txt", InputLimits()) == (tmp_path / "a.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,10 @@ def test_all_of_it(written: Path) -> None:
         (f"theme: {'[' * 3000}", "nested too deep"),
         ("theme: &a [nord]\nkeys: *a", "anchors and aliases"),
         (f"theme: {'x' * 100_001}", "too many"),
-        ('keys: {undo: "\\e[2J", cast: "\\e[2J"}', "is given to more than one action"),
+        ('keys: {undo: "\\e[2J"}', "keys: undo: \\x1b[2J is no key"),
+        ('keys: {undo: "a\\nb"}', "keys: undo: a\\x0ab is no key"),
+        ('keys: {undo: "f5,,f6"}', "keys: undo: f5,,f6 is no key"),
+        (f"keys: {{undo: {'x' * 5000}}}", "is no key"),
     ],
 )
 def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Path, text: str, says: str) -> None:
@@ -84,6 +87,8 @@ def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Pat
         ("{device: [cpu, cuda]}", "device takes one value"),
         ("{text: [[a]]}", "text takes a value or a list of them"),
         ("{text: [2024-01-01]}", "text takes a value or a list of them"),
+        ("{sequences: .nan}", "config.yaml: defaults: sequences: 'nan' is not a valid integer"),
+        ("{chat: maybe}", "config.yaml: defaults: chat: 'maybe' is not a valid boolean"),
     ],
 )
 def test_a_default_of_another_kind_is_refused(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import click
+
 from dtype_engine.cli.program import BAD_INPUT, report_unexpected, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -31,6 +33,10 @@ def configured_defaults() -> dict[str, Any]:
             )
         texts = [one if isinstance(one, bool) else str(one) for one in values]
         found[option.name or name] = texts if option.multiple else texts[0]
+        try:
+            option.type_cast_value(click.Context(command), found[option.name or name])
+        except click.BadParameter as error:
+            raise UserError(f"{config_path()}: defaults: {name}: {printable(error.message, 200)}") from None
     return found
 
 

@@ -36,11 +36,16 @@ def saved_session(model: str | None) -> SavedSession:
     """Return the session that `--resume` resumes: the newest session of `model`, or the newest of all if `model` is None.
 
     If the session's model is a Python module, the folder in which the session was started is added to `sys.path`, so that Python
-    finds the module. Raises UserError if there is no such session. Also raises UserError if `model` is None, the saved session
-    names Python code as its model, and another user could have written the session's file. The user then has to name the code on
-    the command line.
+    finds the module. Raises UserError if there is no such session. Also raises UserError if another user could have written the
+    session's file, and the session names a cluster (which may run code here), or `model` is None and the session names Python code
+    as its model. In the last case the user has to name the code on the command line.
     """
     saved = newest_session(model)
+    if isinstance(saved.options.workers, str) and not saved.own:
+        raise UserError(
+            f"the last session works on the cluster at {printable(saved.options.workers, 200)}, and someone else could have "
+            "written it: open the model without --resume"
+        )
     if not is_python(saved.model):
         return saved
     if not saved.own:

@@ -21,6 +21,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.user_folders import config_folder
 
 _LARGEST = 100_000
+_LONGEST_KEY = 40
 ASCII_CHOICES = ("auto", "always", "never")
 
 
@@ -80,7 +81,7 @@ def _checked(found: object, actions: list[str], themes: list[str], options: list
     keys, defaults = _mapping("keys", given.get("keys")), _mapping("defaults", given.get("defaults"))
     refuse_unknown("key's action", keys, actions)
     for action, key in keys.items():
-        if not isinstance(key, str) or not key.strip():
+        if not isinstance(key, str) or not all(map(_is_key, key.split(","))):
             raise UserError(f'keys: {action}: {_shown(key)} is no key; write it as text, such as "f5" or "ctrl+s"')
     twice = {key for key in keys.values() if list(keys.values()).count(key) > 1}
     if twice:
@@ -95,6 +96,11 @@ def _mapping(what: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{what}: must hold names and values, not {_shown(value)}")
     return value
+
+
+def _is_key(name: str) -> bool:
+    """Return whether this can be the name of a key. Whether a terminal sends such a key is not checked."""
+    return name.isprintable() and len(name.split()) == 1 and len(name) <= _LONGEST_KEY
 
 
 def _shown(value: object) -> str:

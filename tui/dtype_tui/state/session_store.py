@@ -6,6 +6,7 @@ read. Options that allow a model to run code are not saved: the user has to give
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -21,7 +22,7 @@ import msgspec
 
 from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.atomic_write import write_text_atomic
-from dtype_engine.core.dtypes import parse_target
+from dtype_engine.core.dtypes import COMPUTE_DTYPES, parse_target
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
@@ -44,6 +45,8 @@ NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20
+_LARGEST_COUNT = 1 << 60
+_MOST = {"threads": 4096, "workers": 9999}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +81,10 @@ class SavedSession:
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
-        """The saved measurements. Empty if a file of the model was written after the session, or if this can't be determined."""
-        if self.path is None:
+        """The saved measurements. Empty if a file of the model was written after the session, or if this can't be determined, as
+        when the clock was ahead.
+        """
+        if self.path is None or self.saved > datetime.now(UTC):
             return ()
         try:
             files = [self.path, *self.path.iterdir()] if self.path.is_dir() else [self.path]
@@ -151,9 +156,8 @@ class SessionFile:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise UserError(f"can't keep the session in {self.path.parent}: {error.strerror}") from None
-        write_text_atomic(
-            self.path, json.dumps(_encoded(session), ensure_ascii=False, indent=1), replace=True, mode=0o600
-        )
+        # In ASCII, because a path that is not UTF-8 has halves of surrogate pairs, which can't be encoded.
+        write_text_atomic(self.path, json.dumps(_encoded(session), indent=1), replace=True, mode=0o600)
         if not self._pruned:
             self._pruned = True
             prune()
@@ -162,7 +166,8 @@ class SessionFile:
 def prune() -> None:
     """Delete the oldest sessions. Also delete partial files more than a day old, which killed processes have left behind."""
     for path in _files()[MOST_KEPT:]:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another run of the app has deleted it, or it is not a file
+            path.unlink()
     yesterday = datetime.now(UTC).timestamp() - 86400
     for path in sessions_folder().glob(".*.partial-*"):
         try:
@@ -297,6 +302,9 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
     refuse_unknown("setting", data["settings"], _SETTINGS)
     for entry in data["measured"]:
         refuse_unknown("figure", entry, _Measurement.__struct_fields__)
+    _refuse_options(file.options, file.settings)
+    if len(file.recipes) > 2 * MOST_STEPS + 1:
+        raise UserError(f"it has {len(file.recipes):,} recipes, and a session keeps {2 * MOST_STEPS + 1}")
     recipes = tuple(map(_recipe, file.recipes))
     if not 0 <= file.at < len(recipes):
         raise UserError(f"there is no recipe {file.at}")
@@ -313,6 +321,22 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         scanned=tuple(map(parse_target, file.scanned)),
         saved=file.saved,
     )
+
+
+def _refuse_options(options: Options, settings: RunSettings) -> None:
+    """Raise UserError for a value that the command line would refuse as well."""
+    counts = {name: getattr(options, name) for name in ("sequences", "sequence_length", "threads", "reference_bytes")}
+    counts |= dataclasses.asdict(options.limits)
+    counts["workers"] = options.workers if isinstance(options.workers, int) else None
+    for name, count in counts.items():
+        if count is not None and not (name != "reference_bytes") <= count <= _MOST.get(name, _LARGEST_COUNT):
+            raise UserError(f"{name}: {count} is out of range")
+    if isinstance(options.workers, str) and not options.workers.startswith(("tcp://", "tls://")):
+        raise UserError(f"workers: {options.workers} is no address")
+    if options.precision is not None and not 0 < options.precision < 1:
+        raise UserError(f"precision: {options.precision} is out of range")
+    if settings.compute not in COMPUTE_DTYPES:
+        raise UserError(f"compute: {settings.compute} is none of {', '.join(COMPUTE_DTYPES)}")
 
 
 def _rules(recipe: Recipe) -> list[str]:

@@ -27,6 +27,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
 from dtype_engine.runtime.inputs.processor_limits import made_features
 from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,7 +134,7 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
 
     damaged = "not a WAV, FLAC, OGG or MP3 file, or damaged"
     opening = failures_as(UserError, f"can't read the audio file {path}", lambda error: damaged)
-    with opening, soundfile.SoundFile(path) as file:
+    with opening, without_panic_message(drop=True), soundfile.SoundFile(path) as file:
         own_rate = file.samplerate
         if file.frames == _UNKNOWN_LENGTH:
             raise UserError(f"the audio file {path} does not say how long it is; convert it to WAV")
@@ -143,7 +144,8 @@ def open_sound(path: Path, rate: int, limits: InputLimits) -> Wave:
         frames = file.read(dtype="float32", always_2d=True)
     if not len(frames):
         raise UserError(f"the audio file {path} has no samples")
-    mono: Wave = frames.mean(axis=1)
+    with np.errstate(all="ignore"):  # what overflows is refused
+        mono: Wave = frames.mean(axis=1)
     if not np.isfinite(mono).all():
         raise UserError(f"the audio file {path} has samples that are not finite")
     return resampled(mono, own_rate, rate)

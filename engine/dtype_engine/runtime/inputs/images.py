@@ -25,6 +25,7 @@ from dtype_engine.runtime.inputs.preprocessing import (
 )
 from dtype_engine.runtime.inputs.processor_limits import made_values
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.silence_libraries import without_panic_message
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -168,7 +169,8 @@ def open_picture(path: Path, limits: InputLimits) -> Image:
     """Return the image in a file, in colour. Raises UserError if it can't be read, or has more pixels than the limit."""
     from PIL import Image, ImageOps
 
-    with failures_as(UserError, f"can't read the picture {path}", _why_no_picture), warnings.catch_warnings():
+    opening = failures_as(UserError, f"can't read the picture {path}", _why_no_picture)
+    with opening, without_panic_message(drop=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         with Image.open(path, formats=_FORMATS) as image:
             limits.refuse_file("pixels", str(path), image.width * image.height)

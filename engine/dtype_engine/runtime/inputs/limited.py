@@ -110,7 +110,7 @@ def try_tokenizer(title: str, tokenizer: Any, texts: Sequence[str], limits: Inpu
         return
     longest = max(map(len, texts), default=0)
     try:
-        _run(job, limits, _MEMORY + _MEMORY_PER_CHARACTER * longest, len(texts) + sum(map(len, texts)) // 1_000_000)
+        _run(job, limits, _MEMORY + _MEMORY_PER_CHARACTER * longest, 1 + sum(map(len, texts)) // 1_000_000)
     except _Failed as failed:
         raise PartFails(f"{title}: its tokenizer.json {failed}") from None
     except _Ended as ended:
@@ -168,8 +168,8 @@ def _run(job: dict[str, Any], limits: InputLimits, memory: int, allowances: int)
 
     job: the chat template or the steps of a tokenizer that the child runs, with the texts to run them on. memory: how many bytes
     the child may use in addition to the imported libraries. allowances: the child may take this many times as long as `limits`
-    allow for one text, for example once for each text. Raises _Ended if the child exceeds a limit, and _Failed if it fails by
-    itself.
+    allow for one text: once for each conversation, or for each million characters. Raises _Ended if the child exceeds a limit, and
+    _Failed if it fails by itself.
     """
     seconds = limits.template_seconds
     too_long = f"needs over {seconds:,} s; --input-limit template-seconds={2 * seconds} allows twice as much"

@@ -60,8 +60,8 @@ def split(job: dict[str, Any]) -> list[dict[str, Any]]:
     for content, settings in job["added"]:
         tokenizer.add_tokens([AddedToken(content, **settings)])
     limit_memory(job["memory"])
+    limit_seconds(job["seconds"] * (1 + sum(map(len, job["texts"])) // 1_000_000))
     for text in job["texts"]:
-        limit_seconds(job["seconds"] * (1 + len(text) // 1_000_000))
         tokenizer.encode(text, add_special_tokens=False)
     return []
 

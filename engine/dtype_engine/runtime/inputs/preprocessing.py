@@ -5,6 +5,7 @@ of these.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,9 +30,11 @@ _MOST_OFFSET = 8
 @contextmanager
 def running(what: str) -> Iterator[None]:
     """A context manager in whose block the tokenizer, a processor or the chat template of a model's folder runs. Any exception, and
-    any panic of a library written in Rust, becomes a `PartFails`. what: the words with which its message begins.
+    any panic of a library written in Rust, becomes a `PartFails`. Warnings are hidden. what: the words with which its message
+    begins.
     """
-    with failures_as(PartFails, what), without_panic_message():
+    with failures_as(PartFails, what), without_panic_message(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         yield
 
 
@@ -105,7 +108,8 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")  # opening a pipe would block
-    with offline(download=False), foreign_code(), without_panic_message():
+    with offline(download=False), foreign_code(), without_panic_message(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
 
 

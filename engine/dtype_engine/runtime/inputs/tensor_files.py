@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from dtype_engine.checkpoint.pickle_size import check_legacy
 from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_cut_zip, refuse_too_large
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
@@ -22,7 +23,7 @@ from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits
 from dtype_engine.runtime.model.containers import named_tensors_in
 from dtype_engine.runtime.model.live import LiveModel
 
-_NUMBERED = re.compile(r"(\d+)\.(.+)")
+_NUMBERED = re.compile(r"([0-9]{1,9})\.(.+)")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)
 
 
@@ -70,16 +71,50 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
     import numpy as np
 
     tensors = {}
-    refuse_too_large(path)
-    with failures_as(UserError, f"can't read the tensors of {path}"), np.load(path, allow_pickle=False) as arrays:
-        for name in arrays.files:
-            array = arrays[name]
-            try:
-                tensors[name] = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
-            except TypeError:
-                raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
-            tensors[name] = tensors[name].reshape(array.shape)
+    with failures_as(UserError, f"can't read the tensors of {path}"):
+        if not zipfile.is_zipfile(path):
+            raise UserError(f"{path} is not an .npz file, or it is cut short; numpy.savez writes one")
+        refuse_too_large(path)
+        with zipfile.ZipFile(path) as archive:
+            for entry in archive.infolist():
+                name = entry.filename.removesuffix(".npy")
+                if name in tensors:
+                    raise UserError(f"{path} has two arrays named {printable(name, 200)}")
+                with archive.open(entry) as file:
+                    _check_array(path, name, file, entry.file_size)
+                with archive.open(entry) as file:
+                    array = np.lib.format.read_array(file, allow_pickle=False)
+                try:
+                    tensors[name] = torch.from_numpy(
+                        np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="), copy=False))
+                    )
+                except TypeError:
+                    raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
+                tensors[name] = tensors[name].reshape(array.shape)
     return tensors
+
+
+def _check_array(path: Path, name: str, file: IO[bytes], nbytes: int) -> None:
+    """Raise UserError unless an array in an .npz file has exactly the values that its header names. numpy would allocate an array
+    of any shape, and read values of 0 bytes for ever. path, name: those of the file and of the array. file, nbytes: the array with
+    its header.
+    """
+    from numpy.lib import format as npy
+
+    what = f"{path}: {printable(name, 200)}"
+    header = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+    try:
+        shape, _, dtype = header[npy.read_magic(file)](file)
+    except KeyError:
+        raise UserError(f"{what} is in a version of NumPy's format that is not read; numpy.savez writes 1.0") from None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{what} is not an array ({one_line(error, 120)})") from None
+    if dtype.hasobject:
+        raise UserError(f"{what} holds Python objects, so it is not read: unpickling can run any code")
+    stored = nbytes - file.tell()
+    if not dtype.itemsize or min(shape, default=1) < 0 or math.prod(shape) * dtype.itemsize != stored:
+        of = f"{dtype} of shape {printable(str(shape), 120)}"
+        raise UserError(f"{what} should be {of}, and {stored:,} bytes are stored of it; the file is damaged")
 
 
 def _pickle(path: Path) -> Any:

@@ -135,16 +135,16 @@ def text_samples(options: Options) -> Iterator[TextSample]:
         yield TextSample(prompt, where=f"prompt {number}")
     for path in options.texts:
         if path.suffix.lower() in _JSONL:
-            yield from read_jsonl(path)
+            yield from read_jsonl(path, options.limits)
         else:
-            yield TextSample(read_text(path), where=str(path))
+            yield TextSample(read_text(path, options.limits), where=str(path))
 
 
-def read_jsonl(path: Path) -> Iterator[TextSample]:
+def read_jsonl(path: Path, limits: InputLimits) -> Iterator[TextSample]:
     """Yield one text for each line: a string, or an object with `text`, `prompt` or `messages`. Raises UserError, which names the
-    line.
+    line, and for a file that is over the limits.
     """
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path, limits).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}, line {number}"
@@ -219,8 +219,14 @@ def apply_chat_template(
 
 
 def refuse_long(samples: Sequence[TextSample], texts: Sequence[str], limits: InputLimits) -> None:
-    """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters."""
+    """Raise UserError for a text that would be over the limit on tokens if each token had `CHARACTERS_PER_TOKEN` characters. Also
+    for one that is not Unicode, which a `\\ud800` in JSON makes.
+    """
     for sample, text in zip(samples, texts, strict=True):
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(
+                f"{sample.where}: {printable(text, 40)!r} has half of a pair of surrogates, which is not text"
+            )
         what = f"{sample.where}, at {CHARACTERS_PER_TOKEN} characters per token,"
         limits.refuse_file("tokens", what, len(text) / CHARACTERS_PER_TOKEN)
 

@@ -32,12 +32,13 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def without_panic_message() -> Iterator[None]:
+def without_panic_message(drop: bool = False) -> Iterator[None]:
     """Hide the messages of a failing library: if the block raises, drop what was written to standard error while it ran. If it does
-    not, write this text when the block ends.
+    not, write this text when the block ends. drop: whether to drop it in any case.
 
-    A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself. Threads
-    run such blocks one after another, because the descriptor belongs to the process.
+    A library in Rust that panics writes a message, and a backtrace if RUST_BACKTRACE is set, to the file descriptor itself; libtiff
+    and mpg123 write what they think of a damaged file. Threads run such blocks one after another, because the descriptor belongs to
+    the process.
     """
     with _STDERR, contextlib.ExitStack() as stack:
         try:
@@ -56,6 +57,8 @@ def without_panic_message() -> Iterator[None]:
             os.dup2(stderr, 2)
             os.close(stderr)
             written.seek(0)
+            if drop:
+                written.truncate(0)
             with contextlib.suppress(OSError):
                 os.write(2, written.read())
 

@@ -281,7 +281,7 @@ def test_a_bad_line_of_jsonl_is_named(line: str, said: str, tmp_path: Path) -> N
     path = tmp_path / "lines.jsonl"
     path.write_text('{"text": "fine"}\n' + line)
     with pytest.raises(de.UserError, match=said):
-        list(read_jsonl(path))
+        list(read_jsonl(path, de.InputLimits()))
 
 
 def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Path], tmp_path: Path) -> None:
@@ -404,11 +404,11 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
         ({"images": (tmp_path / "program.png",)}, "no picture in a format"),
         ({"audio": (tmp_path / "broken.wav",)}, "can't read the audio|accepts no audio"),
         ({"tensors": tmp_path / "broken.safetensors"}, "can't read the tensors"),
-        ({"tensors": tmp_path / "broken.npz"}, "can't read the tensors"),
+        ({"tensors": tmp_path / "broken.npz"}, "is not an .npz file"),
         ({"tensors": tmp_path / "broken.pt"}, "can't read the tensors|holds more than tensors"),
         ({"tensors": tmp_path / "code.pt"}, "holds more than tensors"),
         ({"tensors": tmp_path / "words.pt"}, "without tensors"),
-        ({"tensors": tmp_path / "objects.npz"}, "can't read the tensors"),
+        ({"tensors": tmp_path / "objects.npz"}, "holds Python objects, so it is not read"),
         ({"tensors": tmp_path / "words.npz"}, "which torch does not know"),
     ):
         with pytest.raises(de.UserError, match=said):

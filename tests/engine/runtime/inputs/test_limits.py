@@ -23,6 +23,7 @@ from tests.helpers.checkpoint_folders import CHAT, tokenizer
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+from dtype_engine.runtime.inputs import limited_child
 from dtype_engine.runtime.inputs.audio import open_sound
 from dtype_engine.runtime.inputs.images import open_picture
 from dtype_engine.runtime.inputs.processor_limits import made_values
@@ -193,6 +194,7 @@ def test_a_chat_template_is_ended_at_its_limits(
     edited: Callable[..., Path], template: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = chat_folder(edited("llama"), template)
+    capsys.readouterr()
     given = ["--prompt", "x", "--chat", "--input-limit", "template-seconds=1"]
     assert run(cli, "dtype-engine", ["drift", str(folder), *given]) == 2
     said = capsys.readouterr().err.strip()
@@ -250,6 +252,17 @@ def test_a_tokenizer_is_tried_where_it_can_be_ended(edited: Callable[..., Path],
     folder = edited("llama", {"tokenizer_config.json": own, "tokenizer.json": changes})
     said = de.open(str(folder)).no_forward
     assert says in said if said is not None else not says
+
+
+def test_a_tokenizer_has_one_limit_for_all_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of many texts could take nearly as long otherwise."""
+    allowed: list[int] = []
+    monkeypatch.setattr(limited_child, "limit_seconds", allowed.append)
+    monkeypatch.setattr(limited_child, "limit_memory", lambda more: None)
+    job = {"texts": ["a"] * 50, "normalizer": None, "pre_tokenizer": None, "added": [], "memory": 0, "seconds": 5}
+    assert limited_child.split(job) == []
+    limited_child.split(job | {"texts": ["a" * 600_000] * 2})
+    assert allowed == [5, 10]
 
 
 def test_most_tokenizers_start_no_process(saved: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,244 @@
+"""What may happen to the app besides an engine that means harm. The table of `tests/README.md` has it, with
+`test_further_attacks.py` of the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.hostile.test_further_attacks import full_disk
+from tests.helpers.recording_engine import demo_tree, engine, make_app, report, running, say
+from tests.helpers.screen_text import screen, until
+from textual.pilot import Pilot
+
+from dtype_engine.checkpoint.source import DEMO
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+from dtype_tui.cli.resume import saved_session
+from dtype_tui.state.measurement_log import measured
+from dtype_tui.state.session_saver import SessionSaver
+from dtype_tui.state.session_store import SavedSession, SessionFile, read_session, recent_models, sessions_folder
+
+MLP = Recipe((Rule("*.mlp", "float16"),))
+BF16 = Recipe((Rule("*", "bfloat16"),))
+MEASURED = measured(report(MLP), MLP, RunSettings(), 1_934_208)
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def saver() -> SessionSaver:
+    return SessionSaver(None, "demo", None, Options(device="cpu"))
+
+
+async def cast(app: DtypeApp, pilot: Pilot[None], recipe: Recipe) -> None:
+    tree = app.controller.experiment.tree
+    await say(app, pilot, events.ModelReady(tree, "Net", "cpu", 1.0, "prompts", ()), events.Idle())
+    app.controller.apply_recipe(recipe)
+    app._save_session()
+    await pilot.pause()
+
+
+# -- the session's file ------------------------------------------------------------------------------------------------
+
+
+def edited(**changes: Any) -> Path:
+    """A saved session with other entries, or with other options where it has none of the name."""
+    file = SessionFile()
+    file.save(SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,)))
+    data = json.loads(file.path.read_text())
+    for name, value in changes.items():
+        (data if name in data else data["options"])[name] = value
+    file.path.write_text(json.dumps(data))
+    return file.path
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"threads": 10**9}, "threads: 1000000000 is out of range"),
+        ({"threads": 0}, "threads: 0 is out of range"),
+        ({"workers": -3}, "workers: -3 is out of range"),
+        ({"workers": "evil"}, "workers: evil is no address"),
+        ({"sequences": -1}, "sequences: -1 is out of range"),
+        ({"reference_bytes": -1}, "reference_bytes: -1 is out of range"),
+        ({"limits": {"pixels": 10**30}}, "pixels: 1000000000000000000000000000000 is out of range"),
+        ({"limits": {"seconds": 0}}, "seconds: 0 is out of range"),
+        ({"precision": float("nan")}, "precision: nan is out of range"),
+        ({"settings": {"compute": "int8"}}, "compute: int8 is none of float64"),
+        ({"recipes": [["*=bf16"]] * 500, "at": 0}, "it has 500 recipes, and a session keeps 401"),
+        ({"at": 10**30}, "there is no recipe 1000000000000000000000000000000"),
+        ({"at": float("nan")}, "at: expected int, got float"),
+        ({"recipes": [["{0..99999999999}=bf16"]]}, "over 100000 numbers"),
+        ({"path": 5}, "path: expected a path, got int"),
+        ({"scanned": ["\x1b[2J"]}, "unknown dtype '\\x1b[2J'"),
+    ],
+)
+def test_what_the_command_line_would_refuse_is_refused_in_a_session(changes: dict[str, Any], says: str) -> None:
+    path = edited(**changes)
+    with pytest.raises(UserError) as told:
+        read_session(path)
+    assert str(told.value).startswith(f"the session {path} can't be read: ")
+    assert says in str(told.value)
+    assert str(told.value).isprintable()
+
+
+def test_a_session_that_others_could_have_written_names_no_cluster() -> None:
+    """What a scheduler of Dask sends is unpickled."""
+    path = edited(workers="tcp://10.0.0.1:8786")
+    assert saved_session(None).options.workers == "tcp://10.0.0.1:8786"
+    path.chmod(0o666)
+    for model in (None, "demo"):
+        with pytest.raises(
+            UserError, match=r"works on the cluster at tcp://10\.0\.0\.1:8786, and someone else could have"
+        ):
+            saved_session(model)
+
+
+def test_a_session_with_an_option_for_ssh_is_refused_as_a_typed_one_is() -> None:
+    from dtype_tui.cli.remote import address_of
+
+    edited(model="ssh://-oProxyCommand=touch x/y")
+    saved = saved_session(None)
+    with pytest.raises(UserError, match="is no address"):
+        address_of(saved.model or "")
+
+
+async def test_a_session_of_hostile_texts_and_figures_is_drawn_as_text() -> None:
+    text = "\x1b]0;owned\x07\u202e"
+    output = dataclasses.replace(
+        MEASURED.output, kl_mean=float("nan"), sqnr_db=float("inf"), mean_abs=1e308, elements=-1
+    )
+    entry = dataclasses.replace(
+        MEASURED,
+        inputs=text,
+        output=output,
+        planned_bytes=2**60,
+        seconds=float("nan"),
+        recipe=Recipe((Rule(text, "int8"),)),
+    )
+    path = edited()
+    SessionFile.save(
+        _at(path),
+        SavedSession(None, text, Path(DEMO), recipes=(Recipe(), entry.recipe), at=1, cursor=text, measured=(entry,)),
+    )
+    app = make_app(saved=read_session(path))
+    async with running(app) as pilot:
+        for key in ("H", "escape", "U", "M"):
+            await pilot.press(key)
+            await pilot.pause()
+            assert all(character.isprintable() or character == "\n" for character in screen(app))
+        assert app.is_running
+
+
+def _at(path: Path) -> SessionFile:
+    file = SessionFile()
+    file.path = path
+    return file
+
+
+# -- two apps, and a disk that takes nothing ---------------------------------------------------------------------------
+
+
+async def test_two_apps_that_take_up_one_session_keep_each_its_own() -> None:
+    before = edited()
+    content = before.read_bytes()
+    for recipe in (MLP, BF16):
+        app = make_app(saved=read_session(before), saver=saver)
+        async with running(app) as pilot:
+            await cast(app, pilot, recipe)
+    assert before.read_bytes() == content
+    kept = [read_session(path).recipe for path in sessions_folder().glob("*.json") if path != before]
+    assert sorted(map(str, kept)) == sorted(map(str, (MLP, BF16)))
+
+
+REFUSALS: dict[str, tuple[str, str]] = {
+    "no folder": ("/proc/self/nowhere", "can't keep the session in /proc/self/nowhere"),
+    "a file in its place": ("/dev/null", "can't keep the session in /dev/null"),
+    "a full disk": ("", "File too large; --resume will not know this session"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSALS)
+async def test_a_session_that_can_not_be_kept_is_a_notice_and_no_end(
+    what: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, says = REFUSALS[what]
+    if folder:
+        monkeypatch.setenv("XDG_STATE_HOME", folder)
+        await _tells(says)
+        return
+    with full_disk():
+        await _tells(says)
+    assert list((state / "dtype-tui" / "sessions").iterdir()) == []
+
+
+async def _tells(says: str) -> None:
+    app = make_app(saver=saver)
+    async with running(app) as pilot:
+        await cast(app, pilot, BF16)
+        await until(pilot, lambda: app._saver is not None and app._saver._trouble is not None)
+        app._save_session()
+        await until(pilot, lambda: any(says in notice.message for notice in app.messages))
+        await pilot.press("3")
+        assert app.controller.experiment.recipe != BF16
+        assert app.is_running
+
+
+def test_what_can_not_be_deleted_or_encoded_does_not_end_the_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtype_tui.state.session_store.MOST_KEPT", 0)
+    (sessions_folder() / "folder.json").mkdir(parents=True)
+    file = SessionFile()
+    file.save(SavedSession("/models/not-utf8-\udcff", "title", Path("/models/not-utf8-\udcff")))
+    assert [path.name for path in sessions_folder().iterdir()] == ["folder.json"]
+    monkeypatch.setattr("dtype_tui.state.session_store.MOST_KEPT", 9)
+    file.save(SavedSession("/models/not-utf8-\udcff", "title"))
+    assert [saved.model for saved in recent_models()] == ["/models/not-utf8-\udcff"]
+
+
+# -- clocks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("years", [-20, 20])
+async def test_a_clock_that_jumps_changes_no_time_left_and_ends_nothing(
+    years: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = make_app(saver=saver)
+    now = time.time
+    async with running(app) as pilot:
+        await cast(app, pilot, BF16)
+        assert app.controller.life.activity._clock is time.monotonic
+        await say(app, pilot, events.WorkingProgress(BF16, "scan", 1, 100))
+        monkeypatch.setattr(time, "time", lambda: now() + years * 365 * 86400)
+        await say(app, pilot, events.WorkingProgress(BF16, "scan", 2, 100))
+        left = app.controller.life.activity.seconds_left
+        assert left is None or left < 3600
+        app.main.say("a notice", "warning")
+        await pilot.press("j", "M")
+        await pilot.pause()
+        assert "a notice" in screen(app)
+        await pilot.press("escape")
+        await say(app, pilot, events.Idle())
+        assert app.is_running
+        assert engine(app).recipes[-1] == BF16
+
+
+def test_measurements_saved_by_a_clock_that_was_ahead_are_not_believed() -> None:
+    """A file of the model may have been written since, and seem older."""
+    session = SavedSession(None, "demo", Path(DEMO), measured=(MEASURED,))
+    assert session.valid_measurements == (MEASURED,)
+    later = datetime.now(UTC) + timedelta(days=365)
+    assert dataclasses.replace(session, saved=later).valid_measurements == ()
+    assert demo_tree().tensors
