@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from rich.text import Text
@@ -28,7 +28,7 @@ from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
-from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.screens.engine_event import EngineEvent, EventWaits
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
 from dtype_tui.state.commands import Command
@@ -55,12 +55,20 @@ class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
     chosen_keys: the user's own keys, by the id of their binding. cursor: the node to start at. If None, this is the root.
+    next_event: returns the oldest event of the engine that waits, or None.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
 
-    def __init__(self, controller: Controller, chosen_keys: Mapping[str, str], cursor: str | None = None) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        chosen_keys: Mapping[str, str],
+        cursor: str | None,
+        next_event: Callable[[], events.Event | None],
+    ) -> None:
         super().__init__()
+        self._next_event = next_event
         self.controller = controller
         self.experiment = controller.experiment
         self._chosen_keys = chosen_keys
@@ -187,9 +195,11 @@ class MainScreen(Screen[None]):
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
-    def on_engine_event(self, message: EngineEvent) -> None:
-        """Pass an event to the controller, then to every open window."""
-        event = message.event
+    def on_event_waits(self) -> None:
+        """Pass the oldest event that waits to the controller, then to every open window."""
+        event = self._next_event()
+        if event is None:
+            return  # a newer event has replaced it
         if events.is_opened(event):
             resume_gc()
         self._awaited.take(event)

@@ -23,7 +23,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import Command, Measure, Request, Save, Scan
-from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dtype_engine.worker.run_commands import CommandRunner
     from dtype_engine.worker.save_requests import SaveRequest
 
-_CLOSE_WAIT_S = 2.0
 NICENESS = 5
 
 
@@ -104,15 +103,15 @@ class Worker(Engine):
         except UserError as error:
             self._emit(events.PathChecked(path, False, error.sentence))
 
-    def close(self) -> None:
-        """Stop all work. Waits at most two seconds, because the imports and kernels of a thread can't be interrupted."""
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Stop all work. Waits at most `wait_s` seconds, because the imports and kernels of a thread can't be interrupted."""
         with self._changed:
             self._closing.set()
             self._opened.set()
             self._token.cancel()
             self._changed.notify_all()
         self._memory.close()
-        until = time.monotonic() + _CLOSE_WAIT_S
+        until = time.monotonic() + wait_s
         for thread in (self._thread, self._memory.thread, *self._planning):
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join(max(0.0, until - time.monotonic()))

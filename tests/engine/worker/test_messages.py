@@ -360,6 +360,19 @@ def test_a_message_too_long_or_a_bomb_is_refused() -> None:
         _ = reader.find_mark(True) and [*iter(reader.next, None)]
 
 
+def test_a_tree_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_MOST_OF_A_TREE", 1000)
+    part = messages.encode_request(messages.TreePart(True, (), (("a" * 300, "Net", None),)))
+    decoder, complete = messages.AnswerDecoder(), events.HeadersRead(from_tensors([]))
+    for _ in range(3):  # three parts are little enough, and the next tree begins anew
+        for data in (part, part, part, *messages.encode_answer(complete)):
+            decoder.decode(data)
+    for _ in range(3):
+        decoder.decode(part)
+    with pytest.raises(WireError, match="a tree of more than 1,000 bytes"):
+        decoder.decode(part)
+
+
 def test_a_stream_without_the_mark_is_given_up() -> None:
     reader = FrameReader(lambda count: b"y" * count)
     with pytest.raises(WireError, match="no mark"):

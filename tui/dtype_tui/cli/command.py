@@ -42,8 +42,9 @@ class _Opening:
     title: str
     reference: str | None
     """The argument MODEL as typed on the command line, or None. It identifies the model's saved session for `--resume`."""
-    make_engine: Callable[[Callable[[Event], None]], Engine]
-    """A function that creates the engine that opens the model. Its argument is the function that the engine calls with each event.
+    make_engine: Callable[[Callable[[Event], None], Callable[[], None]], Engine]
+    """A function that creates the engine that opens the model. Its arguments are the function that the engine calls with each event
+    and one that waits until the app has handled all of them.
     """
     path: Path | None = None
     """The path of the model's files, or None if they are not on this machine."""
@@ -171,7 +172,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
         else:
             connection = _opened_by_engine(request)
 
-    def make_engine(emit: Callable[[Event], None]) -> Engine:
+    def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
         if in_process:
             from dtype_engine.worker.messages import safe
             from dtype_engine.worker.worker import Worker
@@ -190,6 +191,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
             read_headers=not whole,
             process=process,
             connection=connection,
+            wait=wait,
         )
 
     return _Opening(source.title, request.model, make_engine, source.path, tree, not whole, is_demo=source.path == DEMO)
@@ -225,7 +227,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
         unneeded.kill()
     far = connect(request.model, engine_command, request.options, request.recipe)
 
-    def make_engine(emit: Callable[[Event], None]) -> Engine:
+    def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
         return EngineProcess(
             far.command,
             far.model,
@@ -234,6 +236,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
             read_headers=True,
             connection=far.connection,
             session=far.session,
+            wait=wait,
         )
 
     return _Opening(far.title, request.model, make_engine, is_kept=engine_command is None)
