@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events as textual_events
 from textual.actions import ActionParseResult
@@ -31,6 +31,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.read_only import READ_ONLY, refuses
 from dtype_tui.tour_guide import TourGuide
 
 if TYPE_CHECKING:
@@ -69,7 +70,11 @@ class DtypeApp(BaseApp[None]):
         )
         self._events = EventQueue(self._tell_main)
         self.controller = Controller(
-            experiment, start_engine(self._emit, self._events.wait_until_empty), lambda *said: self.main.say(*said), lambda: self.main.show_all()
+            experiment,
+            start_engine(self._emit, self._events.wait_until_empty),
+            lambda *said: self.main.say(*said),
+            lambda: self.main.show_all(),
+            launch.read_only,
         )
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor, self._events.take)
@@ -149,8 +154,11 @@ class DtypeApp(BaseApp[None]):
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
         """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
-        handled.
+        handled. A read-only session says why it refuses an action.
         """
+        if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
+            self.main.say(READ_ONLY, "warning")
+            return True
         if isinstance(action, str) and self.guide.closes_offer(action):
             return True
         handled = await super().run_action(action, default_namespace, namespaces)
@@ -170,6 +178,17 @@ class DtypeApp(BaseApp[None]):
         (quit,) = (binding for binding in KEYS if isinstance(binding, Binding) and binding.action == "app.quit")
         keys = " or ".join(map(on_keyboard, keys_of(quit, self.launch.config.keys).split(",")))
         return f"Esc closes the line, then {keys} quits" if isinstance(self.focused, Input) else f"{keys} quits"
+
+    def deliver_screenshot(self, *arguments: Any, **named: Any) -> str | None:
+        """Save a picture of the screen, as Textual's method of this name does, unless the session is read-only."""
+        if self.launch.read_only:
+            self.main.say(READ_ONLY, "warning")
+            return None
+        return super().deliver_screenshot(*arguments, **named)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether Textual's panel of keys shows an action."""
+        return not (self.launch.read_only and refuses(action)) and super().check_action(action, parameters)
 
     def action_messages(self) -> None:
         from dtype_tui.screens.messages import messages_screen
@@ -193,11 +212,15 @@ class DtypeApp(BaseApp[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for binding in KEYS:
-            if isinstance(binding, Binding) and binding.action not in ("app.quit", "help", "app.command_palette"):
+            if not isinstance(binding, Binding) or binding.action in ("app.quit", "help", "app.command_palette"):
+                continue
+            if not (self.launch.read_only and refuses(binding.action)):
                 keys = on_keyboard(keys_of(binding, self.launch.config.keys))
                 yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
         yield SystemCommand(CHECK, "command :check", self._runner("check_files"))
-        yield from super().get_system_commands(screen)
+        for command in super().get_system_commands(screen):
+            if not (self.launch.read_only and command.title == "Screenshot"):
+                yield command
 
     def _runner(self, action: str) -> Callable[[], object]:
         return lambda: self.call_later(self.run_action, action, self.main)

@@ -28,12 +28,13 @@ from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.hint_keys import with_keys
-from dtype_tui.screens.engine_event import EngineEvent, EventWaits
+from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
 from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
+from dtype_tui.state.read_only import HIDDEN, READ_ONLY
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -402,7 +403,11 @@ class MainScreen(Screen[None]):
         self._windows.details()
 
     def action_help(self) -> None:
-        self._windows.help(self._chosen_keys, self.side)
+        self._windows.help(self._chosen_keys, self.side, HIDDEN if self.controller.read_only else frozenset())
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether Textual's panel of keys shows an action."""
+        return not (self.controller.read_only and action.replace("_", "-") in HIDDEN)
 
     # -- the command line ----------------------------------------------------------------------------------------
 
@@ -411,6 +416,9 @@ class MainScreen(Screen[None]):
         self.query_one(CommandLine).open()
 
     async def _run(self, command: Command, arguments: tuple[str, ...]) -> None:
+        if self.controller.read_only and command.is_refused(arguments):
+            self.say(READ_ONLY, "warning")
+            return
         action = command.action
         destination, _, name = action.rpartition(".")
         try:

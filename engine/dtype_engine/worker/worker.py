@@ -22,7 +22,7 @@ from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Command, Measure, Request, Save, Scan
+from dtype_engine.worker.commands import READ_ONLY, Command, Measure, Request, Save, Scan
 from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
@@ -83,6 +83,9 @@ class Worker(Engine):
         self._memory.thread.start()
 
     def request(self, request: Request) -> None:
+        if self._options.read_only and isinstance(request, Command) and request.names_path:
+            self._emit(events.Refused(request.name, READ_ONLY))
+            return
         with self._changed:
             self._replace_queue(merge(self._queue, request))
             self._emit_jobs()
@@ -99,6 +102,8 @@ class Worker(Engine):
 
     def check_path(self, path: str, for_export: bool) -> None:
         try:
+            if self._options.read_only:
+                raise UserError(READ_ONLY)
             self._emit(events.PathChecked(path, check_typed_path(path, for_export, self._source.path)))
         except UserError as error:
             self._emit(events.PathChecked(path, False, error.sentence))

@@ -27,7 +27,9 @@ from dtype_engine.worker.message import Message
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 REQUESTS: list[messages.Request] = [
-    control.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
+    control.Open(
+        "demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16"), read_only=True), True
+    ),
     control.Resume(7),
     control.Acknowledge(3),
     control.PlanExport(),

@@ -185,20 +185,21 @@ def test_a_command_that_is_none_is_one_sentence(start: Start) -> None:
 
 def test_the_pipe_is_not_read_on_while_the_app_is_behind() -> None:
     """What an engine has sent beyond that waits in the pipe, and the engine with it."""
-    behind, emitted = threading.Semaphore(0), list[events.Event]()
+    behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
     endless = python(
         HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Opened', '', '')\nwhile True: put('Idle')"
     )
-    worker = EngineProcess(endless, None, Options(), emitted.append, wait=behind.acquire)
+    worker = EngineProcess(endless, None, Options(), emitted.append, wait=lambda: ends.is_set() or behind.acquire())
     worker.start()
     seen = 0
     for _ in range(5):
-        wait_until(lambda: len(emitted) > seen)
+        wait_until(lambda seen=seen: len(emitted) > seen)  # type: ignore[misc]
         time.sleep(0.05)
         assert len(emitted) - seen <= 32
         seen = len(emitted)
         behind.release()
-    behind.release(1 << 30)
+    ends.set()
+    behind.release()
     worker.close(0.1)
 
 

@@ -71,6 +71,11 @@ class _Opening:
     metavar="CMD",
     help="A command that starts the engine elsewhere, such as 'docker exec -i BOX dtype-engine stdio'. MODEL is looked up there.",
 )
+@click.option(
+    "--read-only",
+    is_flag=True,
+    help="For a screen that is shown to others: they can look and cast, but not name, read or write files, nor save a session.",
+)
 @workers_option
 @threshold_options
 def command(
@@ -79,6 +84,7 @@ def command(
     resume: bool,
     in_process: bool,
     engine_command: str | None,
+    read_only: bool,
     workers: int | str | None,
     **limits: Any,
 ) -> int:
@@ -90,13 +96,17 @@ def command(
     one. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
-    model, options = request.model, dataclasses.replace(request.options, workers=workers)
+    model, options = request.model, dataclasses.replace(request.options, workers=workers, read_only=read_only)
     if engine_command is None and not is_address(model):
         check_files(options)
     saved = None
     begins_tour = model == "tour" and not resume and engine_command is None and not Path("tour").exists()
     if begins_tour:
         model = "demo"
+    if read_only and (begins_tour or (model is None and engine_command is None and not resume)):
+        raise UserError(
+            f"--read-only: {'the tour writes a recipe' if begins_tour else 'name a MODEL, which viewers can not choose'}"
+        )
     if resume:
         if engine_command is not None:
             raise UserError("--resume: sessions that use --engine-command are not saved")
@@ -140,11 +150,12 @@ def command(
         recipe=request.recipe,
         preset=request.preset,
         saved=saved,
-        saver=session_saver if opening.is_kept else None,
+        saver=session_saver if opening.is_kept and not read_only else None,
         config=config,
+        read_only=read_only,
         is_demo=opening.is_demo,
         begins_tour=begins_tour,
-        offers_tour=not begins_tour and is_first_start(),
+        offers_tour=not begins_tour and not read_only and is_first_start(),
     )
     app = DtypeApp(launch, opening.make_engine)
     exit_on_terminal_loss(app.on_unmount)
