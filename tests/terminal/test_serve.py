@@ -32,11 +32,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(*arguments: str, cwd: Path | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address that a server printed, once it answers, and the server."""
+def served(
+    *arguments: str, cwd: Path | None = None, descriptors: int | None = None, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address that a server printed, once it answers, and the server. descriptors: how many it may open, if not as many as this
+    process.
+    """
     port = free_port()
+    limit = [] if descriptors is None else ["/bin/sh", "-c", f'ulimit -Sn {descriptors}; exec "$@"', "sh"]
     server = subprocess.Popen(
-        [PROGRAM, "serve", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True, cwd=cwd
+        [*limit, PROGRAM, "serve", "--port", str(port), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | environment,
     )
     try:
         assert server.stderr is not None
@@ -185,6 +195,34 @@ def test_connections_without_the_token_are_few_and_end(
     assert set(received) <= {b""}
     printed = capfd.readouterr()
     assert token not in printed.out + printed.err + "".join(map(str, caplog.messages))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is counted on Linux")
+def test_idle_connections_leave_the_user_a_server_with_few_descriptors() -> None:
+    """Three times as many as the server may have open, all at once and held open while the user comes."""
+    with contextlib.ExitStack() as held, served("demo", descriptors=64) as (address, server):
+        port = int(re.findall(r":(\d+)/", address)[0])
+        for _ in range(200):
+            idle = held.enter_context(socket.socket())
+            idle.setblocking(False)
+            idle.connect_ex(("127.0.0.1", port))
+        time.sleep(0.5)
+        assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < 64
+        _, drawn = asyncio.run(what_a_browser_sees(address, "embed_tokens", ""))
+        assert "embed_tokens" in drawn
+        server.send_signal(signal.SIGINT)
+        printed = "".join(server.communicate(timeout=20))
+    token = address.rstrip("/").rpartition("/")[2]
+    assert token not in printed, "only the first line has the address"
+
+
+def test_a_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
+    """Not even a session of theirs, a scan, or that somebody was here."""
+    state = tmp_path / "state"
+    with served("--read-only", "demo", cwd=tmp_path, XDG_STATE_HOME=str(state)) as (address, _):
+        _, drawn = asyncio.run(what_a_browser_sees(address, r"read-only: no files", "2e"))
+        assert re.search("read-only: no files", drawn)
+    assert list(tmp_path.rglob("*")) == []
 
 
 @pytest.mark.parametrize(

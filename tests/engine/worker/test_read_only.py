@@ -6,11 +6,13 @@ import typing
 from pathlib import Path
 
 import pytest
+from tests.helpers.recorded_worker import RecordedEngine
 
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.worker import commands, control, events, messages
 from dtype_engine.worker.commands import READ_ONLY, Command
+from dtype_engine.worker.kept_scans import kept_scans_folder
 from dtype_engine.worker.save_requests import ConvertRequest, ExportRequest, RecipeRequest, ReportRequest, SaveRequest
 from dtype_engine.worker.worker import Worker
 
@@ -67,3 +69,14 @@ def test_it_is_opened_read_only_by_its_options() -> None:
     assert isinstance(opened, control.Open)
     assert opened.options.read_only
     assert issubclass(commands.Save, Command)
+
+
+@pytest.mark.slow
+def test_a_scan_is_not_saved_though_its_app_asks_for_it() -> None:
+    before = list(kept_scans_folder().glob("*"))
+    options = Options(device="cpu", prompts=("import os",), read_only=True)
+    with RecordedEngine("process", options=options) as recorded:
+        recorded.wait_for(events.Measured)
+        recorded.worker.request(commands.Scan(("int8",), keep=True))
+        recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
+    assert list(kept_scans_folder().glob("*")) == before
