@@ -183,7 +183,7 @@ class EngineProcess(Engine):
             connection.send(control.Close())
             connection.end(wait_s)
         if thread is not None and thread is not threading.current_thread():
-            thread.join(min(0.5, wait_s))
+            thread.join(0.5)
 
     def restart(self) -> None:
         with self._lock:
