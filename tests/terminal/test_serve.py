@@ -247,6 +247,9 @@ async def talk_to_an_echo() -> tuple[list[object], list[int]]:
             await asyncio.sleep(0.01)
         sizes = ((100_000, 24), (80, 100_000), (0, 24), (80, -1), ("x", "y"), (1000, 500))
         statuses += [await status(*size) for size in sizes]
+        while server._apps:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # in which the end of the last process is noticed
     return echoed, statuses
 
 

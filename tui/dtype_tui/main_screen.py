@@ -199,8 +199,8 @@ class MainScreen(Screen[None]):
     def on_event_waits(self) -> None:
         """Pass the oldest event that waits to the controller, then to every open window."""
         event = self._next_event()
-        if event is None:
-            return  # a newer event has replaced it
+        if event is None or self.app.return_code is not None:
+            return  # a newer event has replaced it, or the app is ending
         if events.is_opened(event):
             resume_gc()
         self._awaited.take(event)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from dtype_engine.worker.save_requests import SaveRequest
 
 _ACKNOWLEDGE_EVERY = 32
-_MOST_UNHANDLED = 32
+_MOST_UNHANDLED = 8
 _MOST_UNHANDLED_BYTES = 1 << 20
 """After so many messages, or messages of so many bytes, the pipe is not read on until the app has handled them all."""
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
