@@ -86,7 +86,7 @@ class RecordingEngine(Engine):
     def restart(self) -> None:
         self.commands.append("restart")
 
-    def close(self) -> None:
+    def close(self, wait_s: float = 0) -> None:
         self.commands.append("close")
 
 
@@ -104,7 +104,7 @@ def make_app(tree: Tree | None = None, title: str = "demo", **more: Any) -> Dtyp
 
 def app_of(launch: Launch) -> DtypeApp:
     """The app as it is launched; what the engine tells is drawn at once."""
-    app = DtypeApp(launch, RecordingEngine)
+    app = DtypeApp(launch, lambda emit, _: RecordingEngine(emit))
     app.main.draw_every_s = 0.0
     return app
 

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -32,11 +33,21 @@ def free_port() -> int:
 
 
 @contextmanager
-def served(*arguments: str, cwd: Path | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """The address that a server printed, once it answers, and the server."""
+def served(
+    *arguments: str, cwd: Path | None = None, descriptors: int | None = None, **environment: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address that a server printed, once it answers, and the server. descriptors: how many it may open, if not as many as this
+    process.
+    """
     port = free_port()
+    limit = [] if descriptors is None else ["/bin/sh", "-c", f'ulimit -Sn {descriptors}; exec "$@"', "sh"]
     server = subprocess.Popen(
-        [PROGRAM, "serve", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True, cwd=cwd
+        [*limit, PROGRAM, "serve", "--port", str(port), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=os.environ | environment,
     )
     try:
         assert server.stderr is not None
@@ -185,6 +196,99 @@ def test_connections_without_the_token_are_few_and_end(
     assert set(received) <= {b""}
     printed = capfd.readouterr()
     assert token not in printed.out + printed.err + "".join(map(str, caplog.messages))
+
+
+ECHO = """
+import sys
+print("__GANGLION__", flush=True)
+while head := sys.stdin.buffer.read(5):
+    payload = sys.stdin.buffer.read(int.from_bytes(head[1:], "big"))
+    sys.stdout.buffer.write(b"D" + head[1:] + payload)
+    sys.stdout.buffer.flush()
+    if b'"quit"' in payload:
+        break
+"""
+"""In place of the app: it sends back what it gets."""
+SENT = [
+    "null", "[]", "{", "[" * 100_000, '["stdin"]', '["stdin", 5]', '["resize", 7]', '["resize", {"width": "x", "height": 1}]',
+    '["resize", {"width": 1}]', '["deliver_file_start", "x"]', '[["stdin"], "x"]', '{"stdin": "x"}',
+]  # fmt: skip
+"""What the page of textual-serve does not send."""
+
+
+async def talk_to_an_echo() -> tuple[list[object], list[int]]:
+    """What the app gets of nonsense, of sizes and of keys; the statuses of connections of a size, and of one too many."""
+    from dtype_tui.cli.guarded_server import GuardedServer
+
+    server = GuardedServer(shlex.join([sys.executable, "-c", ECHO]), "127.0.0.1", free_port(), "")
+    server.most_apps = 1
+    echoed: list[object] = []
+    statuses = []
+
+    async def status(width: object, height: object) -> int:
+        try:
+            async with session.ws_connect(f"{server.address}ws?width={width}&height={height}"):
+                return 101
+        except aiohttp.WSServerHandshakeError as error:
+            return error.status
+
+    async with server.listening(), aiohttp.ClientSession() as session:
+        async with session.ws_connect(f"{server.address}ws?width=80&height=24") as page:
+            for text in SENT:
+                await page.send_str(text)
+            for width, height in ((80, 24), (20_000, 20_000), (-5, 0), (10**30, 1)):
+                await page.send_str(json.dumps(["resize", {"width": width, "height": height}]))
+            await page.send_str('["stdin", "a\\ud800"]')
+            echoed += [(await page.receive(timeout=20)).data for _ in range(5)]
+            await page.send_str('["ping", "1"]')
+            echoed.append((await page.receive(timeout=20)).json())
+            statuses.append(await status(80, 24))
+        while server._apps:
+            await asyncio.sleep(0.01)
+        sizes = ((100_000, 24), (80, 100_000), (0, 24), (80, -1), ("x", "y"), (1000, 500))
+        statuses += [await status(*size) for size in sizes]
+        while server._apps:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # in which the end of the last process is noticed
+    return echoed, statuses
+
+
+def test_a_page_sends_keys_and_sizes_within_limits_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    """A screen of a billion cells would take all memory, in an app that outlives its page."""
+    echoed, statuses = asyncio.run(talk_to_an_echo())
+    sizes = [json.loads(data) for data in echoed[:4]]  # type: ignore[arg-type]
+    assert [(size["width"], size["height"]) for size in sizes] == [(80, 24), (1000, 500), (1, 1), (1000, 1)]
+    assert echoed[4:] == [b"a?", ["pong", "1"]]
+    assert statuses == [503, 400, 400, 400, 400, 400, 101]
+    assert caplog.text == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process has open is counted on Linux")
+def test_idle_connections_leave_the_user_a_server_with_few_descriptors() -> None:
+    """Three times as many as the server may have open, all at once and held open while the user comes."""
+    with contextlib.ExitStack() as held, served("demo", descriptors=64) as (address, server):
+        port = int(re.findall(r":(\d+)/", address)[0])
+        for _ in range(200):
+            idle = held.enter_context(socket.socket())
+            idle.setblocking(False)
+            idle.connect_ex(("127.0.0.1", port))
+        time.sleep(0.5)
+        assert len(list(Path(f"/proc/{server.pid}/fd").iterdir())) < 64
+        _, drawn = asyncio.run(what_a_browser_sees(address, "embed_tokens", ""))
+        assert "embed_tokens" in drawn
+        server.send_signal(signal.SIGINT)
+        printed = "".join(server.communicate(timeout=20))
+    token = address.rstrip("/").rpartition("/")[2]
+    assert token not in printed, "only the first line has the address"
+
+
+def test_a_viewer_of_a_read_only_app_saves_nothing(tmp_path: Path) -> None:
+    """Not even a session of theirs, a scan, or that somebody was here."""
+    state = tmp_path / "state"
+    with served("--read-only", "demo", cwd=tmp_path, XDG_STATE_HOME=str(state)) as (address, _):
+        _, drawn = asyncio.run(what_a_browser_sees(address, r"read-only: no files", "2e"))
+        assert re.search("read-only: no files", drawn)
+    assert list(tmp_path.rglob("*")) == []
 
 
 @pytest.mark.parametrize(

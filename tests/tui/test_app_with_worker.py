@@ -61,7 +61,7 @@ def app_on(way: Way, model: str, options: Options | None = None, **more: Any) ->
     source = locate(model, options.trust_pickle)
     tree, whole = source.peek()
     launch = Launch(source.title, tree, partial=not whole, **more)
-    return DtypeApp(launch, lambda emit: make_engine(way, model, options, emit, read_headers=not whole))
+    return DtypeApp(launch, lambda emit, _: make_engine(way, model, options, emit, read_headers=not whole))
 
 
 # -- a model that has no headers -----------------------------------------------------------------------------------

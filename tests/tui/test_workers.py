@@ -51,7 +51,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def app_on(net: Path, workers: int | None, saved: SavedSession | None = None) -> DtypeApp:
     options = Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1, workers=workers)
     launch = Launch("net", saved=saved)
-    return DtypeApp(launch, lambda emit: make_engine("process", f"{net}:Net", options, emit))
+    return DtypeApp(launch, lambda emit, _: make_engine("process", f"{net}:Net", options, emit))
 
 
 def untimed(report: object) -> object:

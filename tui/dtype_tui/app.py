@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events as textual_events
 from textual.actions import ActionParseResult
@@ -19,17 +19,19 @@ from textual.widgets import Input
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.worker import events
-from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.main_screen import MainScreen
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
-from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.screens.engine_event import EventWaits
 from dtype_tui.state.commands import CHECK
 from dtype_tui.state.controller import Controller
+from dtype_tui.state.event_queue import EventQueue
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.read_only import READ_ONLY, refuses
 from dtype_tui.tour_guide import TourGuide
 
 if TYPE_CHECKING:
@@ -38,13 +40,17 @@ if TYPE_CHECKING:
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
 """Number of seconds between checks of whether the web server is still connected."""
+_SIGNAL_WAIT_S = 0.3
+"""How long the engine may take to end after a signal, so that the app ends within a second. It is killed then."""
 LONGEST_WITHOUT_GC_S = 60.0
+StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Engine]
 
 
 class DtypeApp(BaseApp[None]):
     """The app for exploring a model: the user casts the tensors that a pattern matches, and watches drift and memory.
 
-    start_engine: creates the engine. Its argument is the function that the engine calls with every event, from any thread.
+    start_engine: creates the engine. Its arguments are the function that the engine calls with every event, from any thread, and a
+    function that waits until the app has handled all of them.
     """
 
     CSS_PATH = "app.tcss"
@@ -52,7 +58,7 @@ class DtypeApp(BaseApp[None]):
     ENABLE_COMMAND_PALETTE = True
     BINDINGS: ClassVar[list[BindingType]] = APP_KEYS
 
-    def __init__(self, launch: Launch, start_engine: Callable[[Callable[[events.Event], None]], Engine]) -> None:
+    def __init__(self, launch: Launch, start_engine: StartEngine) -> None:
         super().__init__(launch.config)
         self.launch = launch
         self.set_keymap(dict(launch.config.keys))
@@ -62,21 +68,29 @@ class DtypeApp(BaseApp[None]):
             settings=launch.settings,
             thresholds=launch.thresholds,
         )
+        self._events = EventQueue(self._tell_main)
         self.controller = Controller(
-            experiment, start_engine(self._emit), lambda *said: self.main.say(*said), lambda: self.main.show_all()
+            experiment,
+            start_engine(self._emit, self._events.wait_until_empty),
+            lambda *said: self.main.say(*said),
+            lambda: self.main.show_all(),
+            launch.read_only,
         )
         cursor = launch.saved.cursor if launch.saved is not None else None
-        self.main = MainScreen(self.controller, launch.config.keys, cursor)
+        self.main = MainScreen(self.controller, launch.config.keys, cursor, self._events.take)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
         self.guide = TourGuide(self, self.main, self.controller, launch)
 
     def _emit(self, event: events.Event) -> None:
-        """Post an event to the main screen. The engine's threads call this method, possibly after the app has ended."""
+        """Queue an event for the main screen. The engine's threads call this method, possibly after the app has ended."""
         if isinstance(event, events.HeadersRead | events.ModelReady):
             self.controller.experiment.prepare(event.tree)
+        self._events.put(event)
+
+    def _tell_main(self) -> None:
         with contextlib.suppress(RuntimeError):  # the app has ended, and its event loop is closed
-            self.main.post_message(EngineEvent(event))
+            self.main.post_message(EventWaits())
 
     def get_default_screen(self) -> Screen[None]:
         return self.main
@@ -126,7 +140,8 @@ class DtypeApp(BaseApp[None]):
         self._save_session()
         if self._saver is not None:
             self._saver.close()
-        self.controller.engine.close()
+        self._events.shut()
+        self.controller.engine.close(CLOSE_WAIT_S if (self.return_code or 0) <= 128 else _SIGNAL_WAIT_S)
         resume_gc()
 
     def on_resize(self, event: textual_events.Resize) -> None:
@@ -139,8 +154,11 @@ class DtypeApp(BaseApp[None]):
         namespaces: Mapping[str, DOMNode] | None = None,
     ) -> bool:
         """Run an action as Textual's method of this name does, and report the action to the tour. Returns whether the action was
-        handled.
+        handled. A read-only session says why it refuses an action.
         """
+        if self.launch.read_only and refuses(action if isinstance(action, str) else action[1]):
+            self.main.say(READ_ONLY, "warning")
+            return True
         if isinstance(action, str) and self.guide.closes_offer(action):
             return True
         handled = await super().run_action(action, default_namespace, namespaces)
@@ -160,6 +178,17 @@ class DtypeApp(BaseApp[None]):
         (quit,) = (binding for binding in KEYS if isinstance(binding, Binding) and binding.action == "app.quit")
         keys = " or ".join(map(on_keyboard, keys_of(quit, self.launch.config.keys).split(",")))
         return f"Esc closes the line, then {keys} quits" if isinstance(self.focused, Input) else f"{keys} quits"
+
+    def deliver_screenshot(self, *arguments: Any, **named: Any) -> str | None:
+        """Save a picture of the screen, as Textual's method of this name does, unless the session is read-only."""
+        if self.launch.read_only:
+            self.main.say(READ_ONLY, "warning")
+            return None
+        return super().deliver_screenshot(*arguments, **named)
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether Textual's panel of keys shows an action."""
+        return not (self.launch.read_only and refuses(action)) and super().check_action(action, parameters)
 
     def action_messages(self) -> None:
         from dtype_tui.screens.messages import messages_screen
@@ -183,11 +212,15 @@ class DtypeApp(BaseApp[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for binding in KEYS:
-            if isinstance(binding, Binding) and binding.action not in ("app.quit", "help", "app.command_palette"):
+            if not isinstance(binding, Binding) or binding.action in ("app.quit", "help", "app.command_palette"):
+                continue
+            if not (self.launch.read_only and refuses(binding.action)):
                 keys = on_keyboard(keys_of(binding, self.launch.config.keys))
                 yield SystemCommand(binding.description, f"key {keys}", self._runner(binding.action))
         yield SystemCommand(CHECK, "command :check", self._runner("check_files"))
-        yield from super().get_system_commands(screen)
+        for command in super().get_system_commands(screen):
+            if not (self.launch.read_only and command.title == "Screenshot"):
+                yield command
 
     def _runner(self, action: str) -> Callable[[], object]:
         return lambda: self.call_later(self.run_action, action, self.main)

@@ -73,8 +73,8 @@ class BaseApp(App[ReturnType]):
         said = self.messages
         for old in said[:-MOST_MESSAGES]:
             self._unnotify(old, refresh=False)
-        if not self.screen_stack:
-            return
+        if not self.screen_stack or self.return_code is not None:
+            return  # while the app ends, nothing can be mounted
         newest = said[-1] if said and said[-1] is not self._read else None
         line = next(iter(self.screen.query(MessageLine)), None)
         if line is None and newest is not None:

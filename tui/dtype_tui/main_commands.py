@@ -95,7 +95,13 @@ class CommandWords:
             if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
         ]
         experiment = self._controller.experiment
-        return Completer(all_commands(actions), lambda: experiment.tree.names[0], self._patterns, self._choices)
+        return Completer(
+            all_commands(actions),
+            lambda: experiment.tree.names[0],
+            self._patterns,
+            self._choices,
+            self._controller.read_only,
+        )
 
     def _patterns(self) -> list[str]:
         node = self._tree.current.name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from rich.text import Text
@@ -34,6 +34,7 @@ from dtype_tui.state.awaited import AwaitedResults, inspect
 from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
+from dtype_tui.state.read_only import HIDDEN, READ_ONLY
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -55,12 +56,20 @@ class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
     chosen_keys: the user's own keys, by the id of their binding. cursor: the node to start at. If None, this is the root.
+    next_event: returns the oldest event of the engine that waits, or None.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
 
-    def __init__(self, controller: Controller, chosen_keys: Mapping[str, str], cursor: str | None = None) -> None:
+    def __init__(
+        self,
+        controller: Controller,
+        chosen_keys: Mapping[str, str],
+        cursor: str | None,
+        next_event: Callable[[], events.Event | None],
+    ) -> None:
         super().__init__()
+        self._next_event = next_event
         self.controller = controller
         self.experiment = controller.experiment
         self._chosen_keys = chosen_keys
@@ -187,9 +196,11 @@ class MainScreen(Screen[None]):
 
     # -- events of the engine ------------------------------------------------------------------------------------
 
-    def on_engine_event(self, message: EngineEvent) -> None:
-        """Pass an event to the controller, then to every open window."""
-        event = message.event
+    def on_event_waits(self) -> None:
+        """Pass the oldest event that waits to the controller, then to every open window."""
+        event = self._next_event()
+        if event is None or self.app.return_code is not None:
+            return  # a newer event has replaced it, or the app is ending
         if events.is_opened(event):
             resume_gc()
         self._awaited.take(event)
@@ -396,7 +407,11 @@ class MainScreen(Screen[None]):
         self._windows.details()
 
     def action_help(self) -> None:
-        self._windows.help(self._chosen_keys, self.side)
+        self._windows.help(self._chosen_keys, self.side, HIDDEN if self.controller.read_only else frozenset())
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """Return whether Textual's panel of keys shows an action."""
+        return not (self.controller.read_only and action.replace("_", "-") in HIDDEN)
 
     # -- the command line ----------------------------------------------------------------------------------------
 
@@ -405,6 +420,9 @@ class MainScreen(Screen[None]):
         self.query_one(CommandLine).open()
 
     async def _run(self, command: Command, arguments: tuple[str, ...]) -> None:
+        if self.controller.read_only and command.is_refused(arguments):
+            self.say(READ_ONLY, "warning")
+            return
         action = command.action
         destination, _, name = action.rpartition(".")
         try:

@@ -5,7 +5,7 @@ The module of a window is imported when the window opens, so that the first pain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 
 from dtype_engine.core.options import RunSettings
@@ -123,7 +123,8 @@ class Windows:
         from dtype_tui.screens.inputs import InputsScreen
 
         compared = experiment.results.report.output.positions if experiment.results.report is not None else None
-        self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, set_inputs))
+        ask = None if self._controller.read_only else set_inputs
+        self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, ask))
 
     def settings(self) -> None:
         """Open the settings of a run. After a change, the engine measures with the chosen settings."""
@@ -213,8 +214,10 @@ class Windows:
 
         self._push(JobsScreen(self._controller.activity, stop))
 
-    def help(self, chosen_keys: Mapping[str, str], side: SidePanes) -> None:
-        """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms the help explains."""
+    def help(self, chosen_keys: Mapping[str, str], side: SidePanes, hidden: Set[str]) -> None:
+        """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms the help explains.
+        hidden: the ids of the bindings that it leaves out.
+        """
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
         words = [(str(pane.border_title), pane.HELP) for pane in side.panes]
@@ -224,4 +227,4 @@ class Windows:
             node, node_keys = row.name or experiment.model.title, keys_for_node(experiment, row)
         else:
             node, node_keys = experiment.model.title, []
-        self._push(HelpScreen(node, node_keys, chosen_keys, words))
+        self._push(HelpScreen(node, node_keys, chosen_keys, words, hidden))

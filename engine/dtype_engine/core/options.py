@@ -122,6 +122,10 @@ class Options:
     """Limits on the size of one input. Images, audio, texts and model files that exceed a limit are refused."""
     threads: int | None = None
     """The number of threads that torch uses for computing. If None, torch's default number."""
+    read_only: bool = False
+    """Whether an engine refuses to read inputs that are named while it runs, and to write any file. For an app that is shown to
+    others.
+    """
     workers: int | str | None = None
     """Where the app runs scans, the search for causes, and measurements of several recipes. A number: in this many processes. An
     address such as `tcp://HOST:8786`: on the cluster at this address. None: in the app's single engine. A `Session` always works in

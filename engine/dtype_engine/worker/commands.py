@@ -31,6 +31,9 @@ JobName = Literal[
     "floor",
 ]
 
+READ_ONLY = "this session is read-only: no files are read or written in it"
+"""Why a command that names a path is refused."""
+
 
 # -- requests that change the queue at once -----------------------------------------------------------------------------
 
@@ -82,6 +85,8 @@ class Command(Message, frozen=True):
     """Whether at most one command of this type waits in the queue: a newer one then replaces the waiting one."""
     needs_model: ClassVar[bool] = True
     """Whether the command can run only on a live model. If False, the files of a checkpoint suffice."""
+    names_path: ClassVar[bool] = False
+    """Whether the command names files to read or to write. An engine that is opened read-only refuses it."""
     finishes: ClassVar[bool] = False
     """Whether only the user can stop the command while it runs. If False, a newer recipe or newer inputs can stop it too."""
 
@@ -93,6 +98,7 @@ class SetInputs(Command, frozen=True):
 
     name = "inputs"
     rank = 0
+    names_path = True
     line: str
 
 
@@ -205,7 +211,9 @@ class Scan(Command, frozen=True):
     name = "scan"
     dtypes: tuple[str, ...]
     keep: bool = False
-    """Whether to save the scan to a file on the engine's machine, from which a later engine can resume it."""
+    """Whether to save the scan to a file on the engine's machine, from which a later engine can resume it. An engine that is opened
+    read-only saves none.
+    """
 
 
 class MeasureRecipes(Command, frozen=True):
@@ -235,6 +243,7 @@ class Save(Command, frozen=True):
     name = "write"
     once = False
     needs_model = False
+    names_path = True
     finishes = True
     request: SaveRequest
     recipe: Recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import shlex
@@ -32,6 +33,8 @@ SESSION = "{session}"
 command can later reconnect to it.
 """
 _KEPT_OF_STDERR = 4096
+MOST_UNSENT = 4096
+"""Maximum number of requests that wait to be sent. An engine that lets more pile up has ceased to read, and is ended."""
 ENGINE_ENDED = 70
 """The exit status of `dtype-engine stdio` when it only relays messages to an engine in another process, and this engine has ended.
 """
@@ -128,7 +131,9 @@ class Connection:
         output = process.stdout
         self.reader: FrameReader = FrameReader(lambda count: output.read(count) or b"")
         self._stderr = b""
-        self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._outgoing: queue.Queue[bytes | None] = queue.Queue(MOST_UNSENT)
+        self.is_full = False
+        """Whether the engine was killed because it let too many requests pile up."""
         self._threads = [
             threading.Thread(target=work, name=f"dtype-engine-{name}", daemon=True)
             for name, work in (("in", self._write), ("log", self._read_stderr))
@@ -198,11 +203,15 @@ class Connection:
         return answer.title
 
     def send(self, request: Message) -> None:
-        """Queue a request, which another thread sends."""
+        """Queue a request, which another thread sends. If too many requests wait already, the engine is killed."""
         from dtype_engine.worker.messages import encode_request
 
         data = encode_request(request)
-        self._outgoing.put(len(data).to_bytes(4, "big") + data)
+        try:
+            self._outgoing.put_nowait(len(data).to_bytes(4, "big") + data)
+        except queue.Full:
+            self.is_full = True
+            self.kill()
 
     def kill(self) -> None:
         """End the process at once."""
@@ -210,7 +219,8 @@ class Connection:
 
     def end(self, seconds: float) -> int:
         """Close the engine's input, wait up to `seconds`, then kill it. Returns its exit status, or -n if signal n ended it."""
-        self._outgoing.put(None)
+        with contextlib.suppress(queue.Full):
+            self._outgoing.put_nowait(None)
         try:
             status = self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from dtype_engine.worker.commands import Request
     from dtype_engine.worker.save_requests import SaveRequest
 
+CLOSE_WAIT_S = 2.0
+
 
 class Engine(ABC):
     """The engine as the app uses it. Methods return at once; results arrive as events."""
@@ -47,8 +49,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def close(self) -> None:
-        """Stop all work and end the engine."""
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Stop all work and end the engine. Waits at most about `wait_s` seconds for work that can't be interrupted."""
 
     def restart(self) -> None:
         """End the engine and start another with the current recipe, settings and inputs. Call this only if `can_restart`."""

@@ -58,7 +58,7 @@ class ManyRuns:
         self._emit(events.WorkingProgress(recipe, "scan", 0, 1))  # the reference runs before the first part
         task = session.scan_task(command.dtypes, None, False, None)
         assert isinstance(task, ScanInParts)
-        if command.keep:
+        if command.keep and not self._model.options.read_only:
             from dtype_engine.worker.kept_scans import keep
 
             keep(task, lambda why: self._emit(events.Noticed(f"{why}; the scan goes on, but it is not saved")))

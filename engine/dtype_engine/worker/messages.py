@@ -39,6 +39,8 @@ from dtype_engine.worker.save_requests import SaveRequest
 
 _A_PART = 400
 """Maximum number of tensors, and of modules, in one `TreePart` message."""
+_MOST_OF_A_TREE = 64 << 20
+"""Maximum number of bytes of all parts of one tree. A tree of 90,000 tensors has 11 MiB."""
 _LARGEST = 1 << 60
 """The largest integer that an event may contain. The largest integers in practice are numbers of bytes."""
 
@@ -118,18 +120,23 @@ class AnswerDecoder:
         self._with_classes = False
         self._modules: list[tuple[str, str | None, str | None]] = []
         self._tensors: list[TensorInfo] = []
+        self._bytes = 0
+        """How many bytes the parts of the incomplete tree had."""
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         """The shapes of a tree's tensors. Equal shapes share one object: 90,000 tensors may have only a few dozen shapes."""
 
     def begin_again(self) -> None:
         """Forget the parts of an incomplete tree, because the engine will send all of them again."""
-        self._modules, self._tensors, self._with_classes = [], [], False
+        self._modules, self._tensors, self._with_classes, self._bytes = [], [], False, 0
 
     def decode(self, data: bytes) -> Answer | None:
         """Decode one message. Returns its event, or None for a part of a tree. Raises WireError."""
         try:
             plain = msgspec.msgpack.decode(data)
             if isinstance(plain, list) and plain[:1] == ["TreePart"]:
+                self._bytes += len(data)
+                if self._bytes > _MOST_OF_A_TREE:
+                    raise ValueError(f"a tree of more than {_MOST_OF_A_TREE:,} bytes")
                 self._take_part(msgspec.convert(plain, TreePart))
                 return None
             is_safe = _is_safe(plain)
@@ -166,7 +173,7 @@ class AnswerDecoder:
     def _made_tree(self) -> Tree:
         """Return a tree built from the `TreePart` messages that have arrived since the last tree."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
-        self._modules, self._tensors = [], []
+        self._modules, self._tensors, self._bytes = [], [], 0
         if len({name for tensor in tensors for name in tensor.names}) < sum(len(tensor.names) for tensor in tensors):
             raise ValueError("two tensors of a tree have one name")
         tree = Tree(

@@ -8,9 +8,31 @@ from collections import deque
 from dtype_engine.worker import events
 
 
+def add(waiting: deque[events.Event], event: events.Event) -> None:
+    """Add an event to the end of a queue. If it replaces what waiting events of its type report, such as progress (`REPLACEABLE`),
+    these are dropped. Two events with modules of the same recipe become one.
+    """
+    if isinstance(event, events.REPLACEABLE):
+        kept = [old for old in waiting if type(old) is not type(event)]
+        if len(kept) < len(waiting):
+            waiting.clear()
+            waiting.extend(kept)
+    elif isinstance(event, events.ModulesMeasured):
+        event = _merged(waiting, event)
+    waiting.append(event)
+
+
+def _merged(waiting: deque[events.Event], event: events.ModulesMeasured) -> events.ModulesMeasured:
+    for old in waiting:
+        if isinstance(old, events.ModulesMeasured) and old.recipe == event.recipe:
+            waiting.remove(old)
+            newest = {reading.name: reading for reading in (*old.modules, *event.modules)}
+            return events.ModulesMeasured(event.recipe, tuple(newest.values()))
+    return event
+
+
 class Outbox:
-    """A thread-safe queue of events on their way to the app. A new event of a type in `REPLACEABLE`, such as progress, replaces a
-    waiting event of the same type.
+    """A thread-safe queue of events on their way to the app. Events that a newer one replaces are dropped (`add`).
 
     keep: whether events that were taken stay stored until the app acknowledges them. After the app has reconnected, `take` returns
     them again. Events are numbered in the order in which they were first taken.
@@ -27,20 +49,8 @@ class Outbox:
     def put(self, event: events.Event) -> None:
         """Add an event to the end of the queue."""
         with self._changed:
-            if isinstance(event, events.REPLACEABLE):
-                self._waiting = deque(old for old in self._waiting if type(old) is not type(event))
-            elif isinstance(event, events.ModulesMeasured):
-                event = self._merged(event)
-            self._waiting.append(event)
+            add(self._waiting, event)
             self._changed.notify()
-
-    def _merged(self, event: events.ModulesMeasured) -> events.ModulesMeasured:
-        for old in self._waiting:
-            if isinstance(old, events.ModulesMeasured) and old.recipe == event.recipe:
-                self._waiting.remove(old)
-                newest = {reading.name: reading for reading in (*old.modules, *event.modules)}
-                return events.ModulesMeasured(event.recipe, tuple(newest.values()))
-        return event
 
     def take(self) -> events.Event | None:
         """Wait for the next event and remove it from the queue. Returns None after `shut` was called."""

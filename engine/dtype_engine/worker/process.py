@@ -25,13 +25,14 @@ from dtype_engine.worker import control, events
 from dtype_engine.worker.commands import FollowRecipe, Request, SetInputs, SetRecipe, SetSettings
 from dtype_engine.worker.connection import (
     ENGINE_ENDED,
+    MOST_UNSENT,
     Connection,
     EngineCommand,
     NoAnswer,
     new_session,
     signal_words,
 )
-from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_engine.worker.message import Message
 
 if TYPE_CHECKING:
@@ -39,8 +40,10 @@ if TYPE_CHECKING:
     from dtype_engine.worker import messages
     from dtype_engine.worker.save_requests import SaveRequest
 
-_CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
+_MOST_UNHANDLED = 8
+_MOST_UNHANDLED_BYTES = 1 << 20
+"""After so many messages, or messages of so many bytes, the pipe is not read on until the app has handled them all."""
 _RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """The seconds to wait before each attempt to reconnect; the last number is used for all further attempts. The waits are long,
 because each attempt may be a login that the server refuses.
@@ -86,7 +89,8 @@ class EngineProcess(Engine):
     events, from this object's threads.
 
     process: a process that was already started with `command`. connection: a connection to an engine that has already answered and
-    has been asked to open the model. session: the token that identifies the engine when the app reconnects to it.
+    has been asked to open the model. session: the token that identifies the engine when the app reconnects to it. wait: a function
+    that returns when the app has handled all events that were emitted. Only the thread that reads calls it, without a lock.
     """
 
     can_restart: ClassVar[bool] = True
@@ -101,11 +105,13 @@ class EngineProcess(Engine):
         process: subprocess.Popen[bytes] | None = None,
         connection: Connection | None = None,
         session: str = "",
+        wait: Callable[[], object] = lambda: None,
     ) -> None:
         self._command = command
         self._model = model
         self._options = options
         self._emit = emit
+        self._wait = wait
         self._read_headers = read_headers
         self._process = process
         self._connection = connection
@@ -171,14 +177,14 @@ class EngineProcess(Engine):
         with self._lock:
             self._send(control.CheckPath(path, for_export))
 
-    def close(self) -> None:
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
         with self._lock:
             self._closing = True
             self._given_up.set()
             connection, thread = self._connection, self._thread
         if connection is not None:
             connection.send(control.Close())
-            connection.end(_CLOSE_WAIT_S)
+            connection.end(wait_s)
         if thread is not None and thread is not threading.current_thread():
             thread.join(0.5)
 
@@ -196,7 +202,7 @@ class EngineProcess(Engine):
             connection = self._connection
             if connection is not None and self._command.lingers:
                 connection.send(control.Close())  # without this message it would outlive its connection
-                threading.Timer(_CLOSE_WAIT_S, connection.kill).start()
+                threading.Timer(CLOSE_WAIT_S, connection.kill).start()
             elif connection is not None:
                 connection.kill()
 
@@ -269,14 +275,21 @@ class EngineProcess(Engine):
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name
+        unhandled = unhandled_bytes = 0
         try:
             while (data := connection.reader.next()) is not None:
                 self._take(decoder.decode(data), connection)
+                unhandled, unhandled_bytes = unhandled + 1, unhandled_bytes + len(data)
+                if unhandled >= _MOST_UNHANDLED or unhandled_bytes >= _MOST_UNHANDLED_BYTES:
+                    self._wait()
+                    unhandled = unhandled_bytes = 0
         except WireError as error:
             connection.kill()
             connection.end(0)
             return f"{name} sent what this version does not understand: {one_line(error, 200)}"
-        status = connection.end(_CLOSE_WAIT_S)
+        status = connection.end(CLOSE_WAIT_S)
+        if connection.is_full:
+            return f"{name} was ended: it read none of the last {MOST_UNSENT:,} requests"
         if status == ENGINE_ENDED:
             return f"{name}: the engine there ended: {connection.last_line()}"
         with self._lock:
@@ -313,7 +326,7 @@ class EngineProcess(Engine):
             case events.Composed():
                 answer = self._written(answer)
         self._received += 1
-        if self._received % _ACKNOWLEDGE_EVERY == 0:
+        if self._command.lingers and self._received % _ACKNOWLEDGE_EVERY == 0:
             connection.send(control.Acknowledge(self._received))
         self._emit(answer)
 
@@ -371,7 +384,7 @@ class EngineProcess(Engine):
                 continue
             if not hello.is_open:
                 connection.send(control.Close())
-                connection.end(_CLOSE_WAIT_S)
+                connection.end(CLOSE_WAIT_S)
                 raise UserError(f"{name}: the engine there is gone, with what it did since the connection was cut")
             connection.send(control.Resume(self._received))
             self._send_kept(connection, hello.requests)

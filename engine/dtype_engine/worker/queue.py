@@ -21,6 +21,7 @@ from dtype_engine.worker.commands import (
     CountStoredLosses,
     FollowRecipe,
     FollowUp,
+    InspectWeight,
     JobName,
     Measure,
     MeasureFloor,
@@ -33,6 +34,8 @@ from dtype_engine.worker.commands import (
 
 Available = Literal["opening", "model", "files", "nothing"]
 """What commands can use: "opening" (not known yet), "model" (a live model), "files" (only those of a checkpoint), "nothing"."""
+MOST_INSPECTED = 100
+"""Maximum number of tensors that wait to be inspected. Further ones are refused."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +163,11 @@ def _add(queue: Queue, command: Command) -> Queue:
         if isinstance(command, Measure | ApplyRecipe | FollowUp):
             return queue  # the user did not request these by name, and already knows that the model is not open
         return replace(queue, refused=(*queue.refused, (command.name, queue.unavailable_reason)))
+    if isinstance(command, InspectWeight):
+        inspected = sum(isinstance(waiting, InspectWeight) for waiting in queue.waiting)
+        if inspected >= MOST_INSPECTED:
+            reason = f"{inspected} tensors already wait for their values to be read"
+            return replace(queue, refused=(*queue.refused, (command.name, reason)))
     measurements = [waiting for waiting in queue.waiting if isinstance(waiting, Measure)]
     if isinstance(command, Measure):
         read_values = command.read_values or any(measurement.read_values for measurement in measurements)

@@ -22,8 +22,8 @@ from dtype_engine.core.foreign_code import foreign_code, with_type
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel, Command, Measure, Request, Save, Scan
-from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.commands import READ_ONLY, Cancel, Command, Measure, Request, Save, Scan
+from dtype_engine.worker.engine import CLOSE_WAIT_S, Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from dtype_engine.worker.run_commands import CommandRunner
     from dtype_engine.worker.save_requests import SaveRequest
 
-_CLOSE_WAIT_S = 2.0
 NICENESS = 5
 
 
@@ -84,6 +83,9 @@ class Worker(Engine):
         self._memory.thread.start()
 
     def request(self, request: Request) -> None:
+        if self._options.read_only and isinstance(request, Command) and request.names_path:
+            self._emit(events.Refused(request.name, READ_ONLY))
+            return
         with self._changed:
             self._replace_queue(merge(self._queue, request))
             self._emit_jobs()
@@ -103,19 +105,21 @@ class Worker(Engine):
 
     def check_path(self, path: str, for_export: bool) -> None:
         try:
+            if self._options.read_only:
+                raise UserError(READ_ONLY)
             self._emit(events.PathChecked(path, check_typed_path(path, for_export, self._source.path)))
         except UserError as error:
             self._emit(events.PathChecked(path, False, error.sentence))
 
-    def close(self) -> None:
-        """Stop all work. Waits at most two seconds, because the imports and kernels of a thread can't be interrupted."""
+    def close(self, wait_s: float = CLOSE_WAIT_S) -> None:
+        """Stop all work. Waits at most `wait_s` seconds, because the imports and kernels of a thread can't be interrupted."""
         with self._changed:
             self._closing.set()
             self._opened.set()
             self._token.cancel()
             self._changed.notify_all()
         self._memory.close()
-        until = time.monotonic() + _CLOSE_WAIT_S
+        until = time.monotonic() + wait_s
         for thread in (self._thread, self._memory.thread, *self._planning):
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join(max(0.0, until - time.monotonic()))

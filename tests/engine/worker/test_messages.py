@@ -27,7 +27,9 @@ from dtype_engine.worker.message import Message
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 REQUESTS: list[messages.Request] = [
-    control.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
+    control.Open(
+        "demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16"), read_only=True), True
+    ),
     control.Resume(7),
     control.Acknowledge(3),
     control.PlanExport(),
@@ -358,6 +360,19 @@ def test_a_message_too_long_or_a_bomb_is_refused() -> None:
     reader = FrameReader(lambda count: next(pieces, b""))
     with pytest.raises(WireError, match="too much"):
         _ = reader.find_mark(True) and [*iter(reader.next, None)]
+
+
+def test_a_tree_without_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "_MOST_OF_A_TREE", 1000)
+    part = messages.encode_request(messages.TreePart(True, (), (("a" * 300, "Net", None),)))
+    decoder, complete = messages.AnswerDecoder(), events.HeadersRead(from_tensors([]))
+    for _ in range(3):  # three parts are little enough, and the next tree begins anew
+        for data in (part, part, part, *messages.encode_answer(complete)):
+            decoder.decode(data)
+    for _ in range(3):
+        decoder.decode(part)
+    with pytest.raises(WireError, match="a tree of more than 1,000 bytes"):
+        decoder.decode(part)
 
 
 def test_a_stream_without_the_mark_is_given_up() -> None:

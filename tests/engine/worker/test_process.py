@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from tests.helpers.recorded_worker import RecordedProcess
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import control, events
 from dtype_engine.worker.commands import Cancel, SetRecipe, TraceCasts
-from dtype_engine.worker.connection import COMMAND, EngineCommand, signal_words
+from dtype_engine.worker.connection import COMMAND, MOST_UNSENT, EngineCommand, signal_words
+from dtype_engine.worker.process import EngineProcess
 from dtype_engine.worker.save_requests import RecipeRequest, ReportRequest
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
@@ -179,3 +181,40 @@ def test_whatever_answers_in_its_place_is_one_sentence(start: Start, name: str) 
 
 def test_a_command_that_is_none_is_one_sentence(start: Start) -> None:
     assert "No such file" in start(EngineCommand(("/nowhere/dtype-engine",))).wait_for(events.EngineEnded).message
+
+
+def test_the_pipe_is_not_read_on_while_the_app_is_behind() -> None:
+    """What an engine has sent beyond that waits in the pipe, and the engine with it."""
+    behind, emitted, ends = threading.Semaphore(0), list[events.Event](), threading.Event()
+    endless = python(
+        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Opened', '', '')\nwhile True: put('Idle')"
+    )
+    worker = EngineProcess(endless, None, Options(), emitted.append, wait=lambda: ends.is_set() or behind.acquire())
+    worker.start()
+    seen = 0
+    for _ in range(5):
+        wait_until(lambda seen=seen: len(emitted) > seen)  # type: ignore[misc]
+        time.sleep(0.05)
+        assert len(emitted) - seen <= 8
+        seen = len(emitted)
+        behind.release()
+    ends.set()
+    behind.release()
+    worker.close(0.1)
+
+
+def test_an_engine_that_reads_no_requests_is_ended(start: Start) -> None:
+    deaf = python(HELLO + "import time\nput('Hello', PROTOCOL, 'x', [], 0, False)\ntime.sleep(600)")
+    recorded = start(deaf)
+    wait_until(lambda: recorded.worker._is_connected)
+    recipe = Recipe((Rule("a" * 1000, "float16"),))
+    for _ in range(MOST_UNSENT + 1000):  # the pipe and the thread that writes have a few
+        recorded.worker.request(SetRecipe(recipe))
+    assert "it read none of the last 4,096 requests" in recorded.wait_for(events.EngineEnded).message
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)

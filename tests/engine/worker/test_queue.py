@@ -34,6 +34,7 @@ from dtype_engine.worker.commands import (
     TraceCasts,
 )
 from dtype_engine.worker.queue import (
+    MOST_INSPECTED,
     Available,
     Queue,
     finish,
@@ -211,6 +212,16 @@ def test_a_pause_outlasts_a_measurement_in_between_but_no_stop() -> None:
 
 
 ASKED = (TraceCasts(), SetInputs("a"), Scan(("int8",)), WEIGHT, SAVE)
+
+
+def test_what_waits_is_bounded() -> None:
+    asked = [InspectWeight(f"w{number}", ("int8",)) for number in range(MOST_INSPECTED + 3)]
+    queue = after(replace(IDLE, running=Measure()), *asked)
+    assert queue.waiting == tuple(asked[:MOST_INSPECTED])
+    assert [name for name, _ in queue.refused] == ["values"] * 3
+    more = after(reported(queue), *(SetRecipe(recipe) for recipe in (HALF, BRAIN) * 500), SAVE)
+    assert len(more.waiting) == MOST_INSPECTED + 2
+    assert more.refused == ()
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from textual import constants
 from textual.events import CursorPosition, Key, Paste
 
+from dtype_tui.process import key_parser
 from dtype_tui.process.key_parser import KeyParser
 
 ALONE = ("a", "q", "Z", "1", "/", "?", " ", "\r", "\t", "\x7f", "\x01", "é", "\x1b[A", "\x1b[3~", "\x1bOP", "\x1b[3;4R")
@@ -85,6 +86,18 @@ def test_a_paste_that_arrives_in_parts_is_text(text: str) -> None:
     for place in range(1, len(written)):
         assert parsed(written[:place], written[place:]) == ["a", f"pasted {text}", "q"], place
     assert parsed(*written) == ["a", f"pasted {text}", "q"]
+
+
+def test_a_paste_without_end_is_bounded_and_its_end_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_parser, "MOST_PASTED", 100)
+    for size in (7, 30, 1000):
+        written = "\x1b[200~" + "x" * 150 + "3" * 1000 + "\x1b[201~q"
+        parts = [written[at : at + size] for at in range(0, len(written), size)]
+        assert parsed(*parts) == [f"pasted {'x' * 100}", "q"]
+    parser = KeyParser()
+    for part in ("\x1b[200~", *("x" * 50 for _ in range(1000))):
+        assert list(parser.feed(part)) == []
+        assert len(parser._pasted or "") < 200
 
 
 def test_keys_before_and_after_pastes_are_keys() -> None:

@@ -203,7 +203,7 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
     source = locate(str(tmp_path / "llama"))
     checkpoint = source.open()
     assert checkpoint is not None
-    app = DtypeApp(Launch("llama", checkpoint.tree()), lambda emit: Worker(source, Options(), emit))
+    app = DtypeApp(Launch("llama", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
     async with running(app, SMALL) as pilot:
         app.query_one(ModuleTree).focus()
         await pilot.press("3")

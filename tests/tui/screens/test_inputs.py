@@ -125,7 +125,7 @@ async def test_names_from_files_are_text() -> None:
 async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
     source = locate(None)
     launch = Launch(source.title, demo_tree(), recipe=Recipe((Rule("*", "bfloat16"),)))
-    app = DtypeApp(launch, lambda emit: Worker(source, Options(), emit))
+    app = DtypeApp(launch, lambda emit, _: Worker(source, Options(), emit))
     (tmp_path / "wrong.pt").write_bytes(b"no tensors")
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: app.controller.experiment.results.report is not None)

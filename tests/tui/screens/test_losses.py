@@ -146,7 +146,7 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
     checkpoint = source.open()
     assert checkpoint is not None
     launch = Launch("net", checkpoint.tree(), recipe=F16)
-    app = DtypeApp(launch, lambda emit: Worker(source, Options(device="cpu"), emit))
+    app = DtypeApp(launch, lambda emit, _: Worker(source, Options(device="cpu"), emit))
     async with running(app) as pilot:
         await until(pilot, lambda: app.controller.experiment.results.loss_remedy is not None, 60)
         await pilot.pause()
@@ -179,7 +179,7 @@ async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
     save_file({"w": torch.full((64,), 1e6)}, path)
     source = locate(str(path))
     launch = Launch("net", None, recipe=F16)
-    app = DtypeApp(launch, lambda emit: Worker(source, Options(device="cpu"), emit, read_headers=True))
+    app = DtypeApp(launch, lambda emit, _: Worker(source, Options(device="cpu"), emit, read_headers=True))
     async with running(app) as pilot:
         await until(pilot, lambda: bool(app.controller.experiment.results.losses.reason), 60)
         assert app.controller.experiment.results.losses.values is None

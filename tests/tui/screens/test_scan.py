@@ -308,7 +308,7 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
     source = locate(None)
     checkpoint = source.open()
     assert checkpoint is not None
-    app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit: Worker(source, Options(), emit))
+    app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit, _: Worker(source, Options(), emit))
     async with app.run_test(size=(120, 36)) as pilot:
         await until(
             pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy

@@ -13,6 +13,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
+from dtype_tui.state import experiment as experiment_module
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
@@ -90,6 +91,16 @@ def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
     alone.controller.set_settings(RunSettings(autocast="bfloat16"))
     assert not alone.controller.handle(late)
     assert alone.experiment.results.report is None
+
+
+def test_modules_that_an_engine_makes_up_are_few(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experiment_module, "_MOST_MODULES_SIZE", 5_000)
+    for number in range(300):
+        name = f"m{number}" * (1 + number % 7)
+        alone.controller.handle(events.ModulesMeasured(Recipe(), (ModuleDrift(name, 0.1, 0.2, 0),)))
+        modules = alone.experiment.results.modules
+        assert name in modules
+        assert sum(100 + len(known) for known in modules) <= 5_000
 
 
 def test_what_a_measurement_has_to_say_is_said_once(alone: Alone) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from tests.helpers.recording_engine import report
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import Seconds
-from dtype_tui.state.measurement_log import MeasuredRecipe, measured, remember, toggle_pin, without_figures
+from dtype_tui.state import measurement_log
+from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, measured, remember, toggle_pin, without_figures
 
 BF16 = Recipe((Rule("*", "bfloat16"),))
 F16 = Recipe((Rule("*", "float16"),))
@@ -32,3 +34,18 @@ def test_other_settings_are_another_entry() -> None:
     assert len(history) == 3
     assert without_figures(history, autocast, "prompts") == [F16]
     assert without_figures(history, RunSettings(), "other prompts") == [BF16, F16]
+
+
+def test_the_history_is_bounded_and_what_is_pinned_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measurement_log, "MOST_MEASURED", 10)
+    recipes = [Recipe((Rule(f"layer.{number}", "float16"),)) for number in range(30)]
+    history: tuple[MeasuredRecipe, ...] = ()
+    modules = ModuleLog()
+    for number, recipe in enumerate(recipes):
+        entry = measured(report(recipe), recipe, RunSettings(), 100)
+        history = remember(history, entry)
+        modules.keep(entry, ())
+        if number == 3:
+            history = toggle_pin(history, 3)
+    assert [entry.recipe for entry in history] == [recipes[3], *recipes[-9:]]
+    assert sum(modules.of(measured(report(recipe), recipe, RunSettings(), 100)) is not None for recipe in recipes) == 10

@@ -183,6 +183,12 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         ("*=bf16\n*norm*=f32\n", "*=bf16", ["pasted the first line; the other is left out: paste one at a time"]),
         ("a\n\nb\nc", "a", ["pasted the first line; the 2 others are left out: paste one at a time"]),
         ("\x1b[31m3\u202e", "\\x1b[31m3\\u202e", []),
+        ("a\n" * 20_000, "a", ["pasted the first line; the 19,999 others are left out: paste one at a time"]),
+        (
+            "a" * 1_000_000,
+            "a" * 100_000,
+            ["pasted the first 100,000 characters of 1,000,000: the rest is left out"],
+        ),
         ("", "", []),
         ("\n", "", []),
     ],

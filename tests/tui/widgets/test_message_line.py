@@ -64,3 +64,14 @@ async def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             app.notify(f"number {number}")
             await pilot.pause()
         assert [each.message for each in app.messages] == ["number 6", "number 7", "number 8"]
+
+
+async def test_what_is_said_while_the_app_ends_does_not_change_how_it_ends() -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("M")
+        app.exit(return_code=143)
+        app.main.say("too late", "warning")
+        await pilot.pause()
+    assert app.return_code == 143

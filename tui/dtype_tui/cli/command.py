@@ -42,8 +42,9 @@ class _Opening:
     title: str
     reference: str | None
     """The argument MODEL as typed on the command line, or None. It identifies the model's saved session for `--resume`."""
-    make_engine: Callable[[Callable[[Event], None]], Engine]
-    """A function that creates the engine that opens the model. Its argument is the function that the engine calls with each event.
+    make_engine: Callable[[Callable[[Event], None], Callable[[], None]], Engine]
+    """A function that creates the engine that opens the model. Its arguments are the function that the engine calls with each event
+    and one that waits until the app has handled all of them.
     """
     path: Path | None = None
     """The path of the model's files, or None if they are not on this machine."""
@@ -70,6 +71,11 @@ class _Opening:
     metavar="CMD",
     help="A command that starts the engine elsewhere, such as 'docker exec -i BOX dtype-engine stdio'. MODEL is looked up there.",
 )
+@click.option(
+    "--read-only",
+    is_flag=True,
+    help="For a screen that is shown to others: they can look and cast, but not name, read or write files, nor save a session.",
+)
 @workers_option
 @threshold_options
 def command(
@@ -78,6 +84,7 @@ def command(
     resume: bool,
     in_process: bool,
     engine_command: str | None,
+    read_only: bool,
     workers: int | str | None,
     **limits: Any,
 ) -> int:
@@ -89,13 +96,17 @@ def command(
     one. `dtype-tui tour` teaches the keys on the built-in model, and `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
-    model, options = request.model, dataclasses.replace(request.options, workers=workers)
+    model, options = request.model, dataclasses.replace(request.options, workers=workers, read_only=read_only)
     if engine_command is None and not is_address(model):
         check_files(options)
     saved = None
     begins_tour = model == "tour" and not resume and engine_command is None and not Path("tour").exists()
     if begins_tour:
         model = "demo"
+    if read_only and (begins_tour or (model is None and engine_command is None and not resume)):
+        raise UserError(
+            f"--read-only: {'the tour writes a recipe' if begins_tour else 'name a MODEL, which viewers can not choose'}"
+        )
     if resume:
         if engine_command is not None:
             raise UserError("--resume: sessions that use --engine-command are not saved")
@@ -139,11 +150,12 @@ def command(
         recipe=request.recipe,
         preset=request.preset,
         saved=saved,
-        saver=session_saver if opening.is_kept else None,
+        saver=session_saver if opening.is_kept and not read_only else None,
         config=config,
+        read_only=read_only,
         is_demo=opening.is_demo,
         begins_tour=begins_tour,
-        offers_tour=not begins_tour and is_first_start(),
+        offers_tour=not begins_tour and not read_only and is_first_start(),
     )
     app = DtypeApp(launch, opening.make_engine)
     exit_on_terminal_loss(app.on_unmount)
@@ -171,7 +183,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
         else:
             connection = _opened_by_engine(request)
 
-    def make_engine(emit: Callable[[Event], None]) -> Engine:
+    def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
         if in_process:
             from dtype_engine.worker.messages import safe
             from dtype_engine.worker.worker import Worker
@@ -190,6 +202,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
             read_headers=not whole,
             process=process,
             connection=connection,
+            wait=wait,
         )
 
     return _Opening(source.title, request.model, make_engine, source.path, tree, not whole, is_demo=source.path == DEMO)
@@ -225,7 +238,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
         unneeded.kill()
     far = connect(request.model, engine_command, request.options, request.recipe)
 
-    def make_engine(emit: Callable[[Event], None]) -> Engine:
+    def make_engine(emit: Callable[[Event], None], wait: Callable[[], None]) -> Engine:
         return EngineProcess(
             far.command,
             far.model,
@@ -234,6 +247,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
             read_headers=True,
             connection=far.connection,
             session=far.session,
+            wait=wait,
         )
 
     return _Opening(far.title, request.model, make_engine, is_kept=engine_command is None)

@@ -15,13 +15,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp_jinja2
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from aiohttp.typedefs import Handler
 from aiohttp.web_protocol import RequestHandler
+from textual_serve.app_service import AppService
 from textual_serve.server import Server, to_int
 
 _LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
 _SHUTDOWN_SECONDS = 2.0
+_LARGEST = 1000, 500
+"""The most columns and rows that a page may have. Drawing a screen of a billion cells would take all memory."""
+_MOST_APPS = 16
 
 
 class GuardedServer(Server):
@@ -39,6 +43,7 @@ class GuardedServer(Server):
         token: The secret path.
         most_strangers: How many strangers' connections may be open. If one more is opened, the oldest is closed.
         stranger_seconds: After so many seconds a stranger's connection is closed.
+        most_apps: How many pages may have the app open. Each has processes of its own for the app and its engine.
     """
 
     def __init__(self, command: str, host: str, port: int, title: str) -> None:
@@ -46,6 +51,8 @@ class GuardedServer(Server):
         self.token = secrets.token_urlsafe(24)
         self.most_strangers = _most_strangers()
         self.stranger_seconds = 10.0
+        self.most_apps = _MOST_APPS
+        self._apps = 0
         self._strangers: dict[RequestHandler, asyncio.TimerHandle] = {}
 
     @property
@@ -114,6 +121,40 @@ class GuardedServer(Server):
             self._admit(request.protocol)
         return await super().handle_download(request)
 
+    async def handle_websocket(self, request: web.Request) -> web.WebSocketResponse:
+        """Start the app for a page, and connect them until one of them ends."""
+        width, height = (to_int(request.query.get(name, "1"), 0) for name in ("width", "height"))
+        if not (0 < width <= _LARGEST[0] and 0 < height <= _LARGEST[1]):
+            raise web.HTTPBadRequest(text=f"a page has 1 to {_LARGEST[0]} columns and 1 to {_LARGEST[1]} rows\n")
+        if self._apps >= self.most_apps:
+            raise web.HTTPServiceUnavailable(text=f"{self.most_apps} pages have the app open already\n")
+        self._apps += 1
+        try:
+            return await super().handle_websocket(request)
+        finally:
+            self._apps -= 1
+
+    async def _process_messages(self, websocket: web.WebSocketResponse, app_service: AppService) -> None:
+        """Pass keys and sizes of a page on to its app. Messages that the page of textual-serve does not send are ignored."""
+        async for message in websocket:
+            if message.type != WSMsgType.TEXT:
+                continue
+            try:
+                sent = message.json()
+            except (ValueError, RecursionError):
+                continue
+            match sent:
+                case ["stdin", str(keys)]:
+                    await app_service.send_bytes(keys.encode(errors="replace"))
+                case ["resize", {"width": int(width), "height": int(height)}]:
+                    await app_service.set_terminal_size(*map(_within, (width, height), _LARGEST))
+                case ["ping", str() | int() | float() as sign]:
+                    await websocket.send_json(["pong", sign])
+                case ["blur", *_]:
+                    await app_service.blur()
+                case ["focus", *_]:
+                    await app_service.focus()
+
     async def _make_app(self) -> web.Application:
         outer = web.Application(middlewares=[self._guard])
         outer.add_subapp(f"/{self.token}", await super()._make_app())
@@ -176,6 +217,10 @@ class GuardedServer(Server):
             "config": {"static": {"url": f"{base}/static/"}},
             "application": {"name": self.title},
         }
+
+
+def _within(size: int, largest: int) -> int:
+    return max(1, min(size, largest))
 
 
 def _most_strangers() -> int:

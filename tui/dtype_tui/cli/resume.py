@@ -11,7 +11,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_tui.state.addresses import is_address
-from dtype_tui.state.session_store import SavedSession, newest_session
+from dtype_tui.state.session_store import NOT_KEPT, SavedSession, newest_session
 
 
 def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
@@ -27,7 +27,7 @@ def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> 
     chosen = {
         f.name: getattr(options if f.name in explicit else saved, f.name)
         for f in dataclasses.fields(Options)
-        if f.name not in ("settings", "trust_pickle", "trust_remote_code", "download")
+        if f.name not in {"settings", *NOT_KEPT}
     }
     return dataclasses.replace(options, **chosen, settings=settings)
 

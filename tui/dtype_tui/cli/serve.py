@@ -19,14 +19,17 @@ from dtype_tui.state.addresses import is_address
     "--host", default="127.0.0.1", show_default=True, help="Address to listen on, by default only on this machine."
 )
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, show_default=True, help="TCP port to listen on.")
+@click.option("--read-only", is_flag=True, help="Let viewers look and cast, but not name, read or write any file.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
+def serve(host: str, port: int, read_only: bool, arguments: tuple[str, ...]) -> None:
     """Open the app in a browser: `dtype-tui serve [--port 8000] MODEL ...`, with any arguments of dtype-tui.
 
     The command prints the address to open, which contains a new secret token each time. Anyone who has the whole address and can
-    reach it can use the app, with your rights. Without the token the app can't be used, not even by other web pages in the same
-    browser. The connection is not encrypted: over a network, use a tunnel, not --host.
+    reach it can use the app, with your rights, unless you say --read-only. Without the token the app can't be used, not even by
+    other web pages in the same browser. The connection is not encrypted: over a network, use a tunnel, not --host.
     """
+    if read_only:
+        arguments = ("--read-only", *arguments)
     chosen = command.make_context("dtype-tui", list(arguments)).params
     if not is_address(chosen["model"]) and chosen["engine_command"] is None:
         locate(chosen["model"], chosen["trust_pickle"], chosen["download"])

@@ -16,6 +16,8 @@ _WORD_KEYS = ("\x1bb", "\x1bf")
 """The bytes that terminals send for Alt with the left or right arrow key."""
 _PASTE, _PASTE_END = "\x1b[200~", "\x1b[201~"
 """The bytes that terminals send before and after the text of a paste."""
+MOST_PASTED = 4 << 20
+"""Maximum number of characters of a paste. Further ones are dropped, since a paste without an end would fill the memory."""
 
 
 class KeyParser(XTermParser):
@@ -50,10 +52,12 @@ class KeyParser(XTermParser):
                 self._pasted += data
                 end = self._pasted.find(_PASTE_END, begin)
                 if end < 0:
+                    if len(self._pasted) > MOST_PASTED:
+                        self._pasted = self._pasted[:MOST_PASTED] + self._pasted[1 - len(_PASTE_END) :]
                     return
                 pasted, data = self._pasted[:end], self._pasted[end + len(_PASTE_END) :]
                 self._pasted = None
-                yield Paste(pasted.replace("\0", ""))
+                yield Paste(pasted[:MOST_PASTED].replace("\0", ""))
                 continue
             keys, paste, data = data.partition(_PASTE)
             if paste:

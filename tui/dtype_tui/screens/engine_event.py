@@ -1,4 +1,4 @@
-"""The Textual message that carries an event of the engine to the screens."""
+"""The Textual messages about events of the engine."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from textual.message import Message
 from dtype_engine.worker import events
 
 
+class EventWaits(Message, bubble=False):
+    """Tells the main screen that one more event of the engine waits for it."""
+
+
 class EngineEvent(Message, bubble=False):
-    """A message that the engine's threads post to the main screen, which passes it on to every open window."""
+    """An event of the engine, which the main screen passes on to every open window."""
 
     def __init__(self, event: events.Event) -> None:
         super().__init__()

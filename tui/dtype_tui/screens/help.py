@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import zip_longest
 from typing import ClassVar
 
@@ -52,7 +52,7 @@ class HelpScreen(ModalScreen[None]):
     """Shows the help.
 
     node: the name of the node under the cursor. node_keys: (binding id, description) of the keys for that node. chosen: the user's
-    own keys, by binding id. words: (title, text) of the explanations.
+    own keys, by binding id. words: (title, text) of the explanations. hidden: the ids of the bindings that it leaves out.
     """
 
     DEFAULT_CSS = """
@@ -78,12 +78,14 @@ class HelpScreen(ModalScreen[None]):
         node_keys: Sequence[tuple[str, str]],
         chosen: Mapping[str, str],
         words: Iterable[tuple[str, str]],
+        hidden: Set[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self._hidden = hidden
         self._node = node
         self._node_keys = node_keys
         self._chosen = chosen
-        self._sections, self._words = sections(chosen, words)
+        self._sections, self._words = sections(chosen, words, hidden)
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -110,7 +112,7 @@ class HelpScreen(ModalScreen[None]):
         page = Text()
         page.append_text(node_lines(self._node, self._node_keys, self._chosen, width))
         page.append("\n")
-        page.append_text(in_columns(key_blocks(self._chosen), width, _NARROWEST))
+        page.append_text(in_columns(key_blocks(self._chosen, self._hidden), width, _NARROWEST))
         for title, rows in self._sections[2:]:
             page.append("\n\n")
             page.append_text(Text("\n").join(_block(title, rows, _WINDOWS_KEYS_WIDTH, width)))
@@ -126,8 +128,7 @@ class HelpScreen(ModalScreen[None]):
         """
         node = f"Here: {printable(self._node, 500)}"
         here = (node, [(_keys((name,), self._chosen), words) for name, words in self._node_keys])
-        groups = [(title, [_row_of(entry, self._chosen) for entry in entries]) for title, entries in GROUPS]
-        return [here, *groups, *self._sections]
+        return [here, *_groups(self._chosen, self._hidden), *self._sections]
 
     def action_search(self) -> None:
         field = self.query_one(LineInput)
@@ -149,14 +150,14 @@ class HelpScreen(ModalScreen[None]):
 
 
 def sections(
-    chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
+    chosen: Mapping[str, str], words: Iterable[tuple[str, str]], hidden: Set[str] = frozenset()
 ) -> tuple[list[Section], list[tuple[str, str]]]:
     """Return the two parts of the help: the sections, each as (title of a screen or prompt, its keys with descriptions), and the
     explanations of terms, each as (title, text).
 
     The main screen comes first, then the tree. Descriptions begin with a lower-case letter here, unlike in the command palette.
     words: explanations of terms, as (title, text). Those of two windows are added to them. chosen: the user's own keys, by binding
-    id.
+    id. hidden: the ids of the bindings that are left out, with the window that such a binding opens.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -178,6 +179,10 @@ def sections(
         ("In this help", HelpScreen.BINDINGS),
         ("In a box of text", Overlay.BINDINGS),
     )
+    if hidden:
+        places = tuple(
+            (title, _shown(bindings, hidden)) for title, bindings in places if bindings is not SaveScreen.BINDINGS
+        )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
     return [
         (title, [(keys, text[:1].lower() + text[1:]) for keys, text in described(bindings, chosen)])
@@ -216,9 +221,23 @@ def node_lines(node: str, node_keys: Sequence[tuple[str, str]], chosen: Mapping[
     return text
 
 
-def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
-    """Return the groups of keys, each as a heading and one line per entry. chosen: the user's own keys, by binding id."""
-    return [_block(title, [_row_of(entry, chosen) for entry in entries]) for title, entries in GROUPS]
+def _shown(bindings: Iterable[BindingType], hidden: Set[str]) -> list[BindingType]:
+    return [binding for binding in bindings if not (isinstance(binding, Binding) and binding.id in hidden)]
+
+
+def key_blocks(chosen: Mapping[str, str], hidden: Set[str] = frozenset()) -> list[list[Text]]:
+    """Return the groups of keys, each as a heading and one line per entry. chosen: the user's own keys, by binding id. hidden: the
+    ids of the bindings that are left out.
+    """
+    return [_block(title, rows) for title, rows in _groups(chosen, hidden)]
+
+
+def _groups(chosen: Mapping[str, str], hidden: Set[str]) -> list[Section]:
+    """Return the groups of keys as (title, rows of keys and description), without the bindings whose ids are in `hidden`."""
+    return [
+        (title, [_row_of(entry, chosen) for entry in entries if hidden.isdisjoint(entry[1])])
+        for title, entries in GROUPS
+    ]
 
 
 def _block(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 from rich.table import Table
@@ -29,7 +30,7 @@ class InputsScreen(ModalScreen[None]):
     new inputs when the engine has prepared them.
 
     compared: at how many positions of the output, such as tokens, the last measurement compared the models; None if unknown. ask:
-    called with the text of the line.
+    called with the text of the line, or None to have no line.
     """
 
     HELP = (
@@ -57,7 +58,11 @@ class InputsScreen(ModalScreen[None]):
     ]
 
     def __init__(
-        self, summary: InputsSummary | None, no_forward: str | None, compared: int | None, ask: Callable[[str], None]
+        self,
+        summary: InputsSummary | None,
+        no_forward: str | None,
+        compared: int | None,
+        ask: Callable[[str], None] | None,
     ) -> None:
         super().__init__()
         self._summary = summary
@@ -68,17 +73,18 @@ class InputsScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Inputs"
-            box.border_subtitle = "Enter applies  ↑↓ scroll  Esc closes"
+            box.border_subtitle = f"{'Enter applies  ' if self._ask is not None else ''}↑↓ scroll  Esc closes"
             with VerticalScroll(can_focus=False):
                 yield Static(id="inputs-rows", markup=False)
             with Vertical(id="inputs-ask"):
-                yield Static(Text("a prompt, or a file: text, image, audio, tensors; empty: defaults", style="dim"))
-                yield LineInput("inputs-line", self._enter)
+                if self._ask is not None:
+                    yield Static(Text("a prompt, or a file: text, image, audio, tensors; empty: defaults", style="dim"))
+                    yield LineInput("inputs-line", partial(self._enter, self._ask))
                 yield Static(id="inputs-status", markup=False)
 
     def on_mount(self) -> None:
         self._draw()
-        self.set_focus(self.query_one(LineInput))
+        self.set_focus(self.query(LineInput).first() if self._ask is not None else None)
 
     def on_resize(self) -> None:
         # The list is as high as its rows, but never pushes the line below it out of the box.
@@ -89,9 +95,9 @@ class InputsScreen(ModalScreen[None]):
         shown = inputs_table(self._summary, self._compared) if self._summary else none
         self.query_one("#inputs-rows", Static).update(shown)
 
-    def _enter(self, line: str) -> None:
+    def _enter(self, ask: Callable[[str], None], line: str) -> None:
         self._show_status("preparing…")
-        self._ask(line)
+        ask(line)
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
@@ -99,7 +105,8 @@ class InputsScreen(ModalScreen[None]):
                 self._summary, self._compared = summary, None
                 self._draw()
                 self.query_one(VerticalScroll).scroll_home(animate=False)
-                self.query_one(LineInput).value = ""
+                for line in self.query(LineInput):
+                    line.value = ""
                 self._show_status("ready; measuring…")
             case events.InputsRefused() | events.Refused(job="inputs"):
                 # The message line shows the reason; the typed line stays, so that the user can correct it.

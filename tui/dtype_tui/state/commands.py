@@ -16,6 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import is_printable, printable
 from dtype_tui.config.key_names import name_of
+from dtype_tui.state.read_only import refuses
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
@@ -38,6 +39,10 @@ class Command:
     meaning: str = ""
     needs: int | None = None
     """Minimum number of arguments. If None, all arguments are required."""
+
+    def is_refused(self, arguments: Sequence[str]) -> bool:
+        """Return whether a read-only session refuses the command with these arguments, because they may name files."""
+        return refuses(self.action) or (bool(arguments) and any(kind in WITH_PATHS for kind in self.arguments))
 
     @property
     def usage(self) -> str:
@@ -113,12 +118,19 @@ class Completer:
     """A function that takes a kind of argument (`order`, `columns`, `theme` or `preset`) and returns the possible words for such an
     argument.
     """
+    read_only: bool = False
+    """Whether to complete no paths, and no commands that a read-only session refuses."""
 
     def __call__(self, line: str) -> list[str]:
         """Return completions of a line, each a whole line, the most likely first."""
         words = line.split(" ")
         if len(words) == 1:
-            return [name for name in sorted(self.commands) if name.startswith(words[0])]
+            offered = (
+                name
+                for name, command in self.commands.items()
+                if not (self.read_only and command.is_refused(command.arguments[: command.needs]))
+            )
+            return sorted(name for name in offered if name.startswith(words[0]))
         command = self.commands.get(words[0])
         if command is None or not command.arguments:
             return []
@@ -132,7 +144,7 @@ class Completer:
             words = [*map(dtypes.short_name, dtypes.CASTABLE_DTYPES), dtypes.STORED]
             return [word for word in words if word.startswith(begun)]
         if kind in WITH_PATHS:
-            return _paths(begun, only_folders=kind == "folder")
+            return [] if self.read_only else _paths(begun, only_folders=kind == "folder")
         if kind in ("pattern", "node"):
             general = [pattern for pattern in self.patterns() if pattern.startswith(begun)] if kind == "pattern" else []
             return list(dict.fromkeys((*general, *_next_parts(self.names(), begun))))

@@ -44,7 +44,7 @@ class Controller:
     """Controls one experiment and the engine that runs it.
 
     notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. Every method
-    except `handle` calls `changed` after it has changed the state.
+    except `handle` calls `changed` after it has changed the state. read_only: whether no file may be read or written.
     """
 
     def __init__(
@@ -53,8 +53,10 @@ class Controller:
         engine: Engine,
         notify: Callable[[str, Severity], None],
         changed: Callable[[], None],
+        read_only: bool = False,
     ) -> None:
         self.experiment = experiment
+        self.read_only = read_only
         experiment.model = replace(experiment.model, host=engine.host)
         self.engine = engine
         self.notify = notify
@@ -401,7 +403,7 @@ class Controller:
         if dtypes != scan.requested:
             scan.clear()
         scan.begin(dtypes)
-        self.ask(Scan(dtypes, keep=True))
+        self.ask(Scan(dtypes, keep=not self.read_only))
 
     def pause_scan(self) -> None:
         """Pause the scan, or continue it if it is paused."""

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that are handled even if they belong to a recipe that is no longer the current one."""
+_MOST_MODULES_SIZE = 32 << 20
+"""Maximum size of the drift of all modules: 100 for each module, and 1 for each character of its name."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
@@ -249,7 +251,9 @@ class Experiment:
                 self.results = replace(results, loss_remedy=event.found)
             case events.ModulesMeasured():
                 newer = {module.name: module for module in event.modules}
-                self.results = replace(results, modules={**results.modules, **newer})
+                modules = {**results.modules, **newer}
+                size = 100 * len(modules) + sum(map(len, modules))
+                self.results = replace(results, modules=newer if size > _MOST_MODULES_SIZE else modules)
             case events.OutputMeasured():
                 partial = event.drift
                 if results.report is None:

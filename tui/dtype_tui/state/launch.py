@@ -41,6 +41,8 @@ class Launch:
     saved.
     """
     config: Config = field(default_factory=Config)
+    read_only: bool = False
+    """Whether viewers may only look and cast, as `read_only.py` says."""
     is_demo: bool = False
     """Whether the model is the built-in one, on which the tour runs."""
     begins_tour: bool = False

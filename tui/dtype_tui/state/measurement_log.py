@@ -15,6 +15,9 @@ from dtype_engine.results.losses import severe
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
 
+MOST_MEASURED = 1000
+"""Maximum number of measurements in the history. Each may be of another recipe, and an engine elsewhere may send any number."""
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecipe:
@@ -79,7 +82,9 @@ class ModuleLog:
         """Store the modules of a measurement, and drop the oldest measurements while there are more than `MOST` modules."""
         self._kept.pop(entry.key, None)
         self._kept[entry.key] = {module.name: module for module in modules}
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self.MOST:
+        while len(self._kept) > 1 and (
+            len(self._kept) > MOST_MEASURED or sum(map(len, self._kept.values())) > self.MOST
+        ):
             del self._kept[next(iter(self._kept))]
 
     def of(self, entry: MeasuredRecipe) -> Mapping[str, ModuleDrift] | None:
@@ -108,7 +113,8 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
     """Return the history with a measurement added.
 
     An earlier measurement of the same recipe, settings and inputs is replaced, unless it covers more of the inputs. If the earlier
-    measurement was pinned, the new one is pinned too. If the new one has no time, it gets the time of the earlier one.
+    measurement was pinned, the new one is pinned too. If the new one has no time, it gets the time of the earlier one. If there are
+    more than `MOST_MEASURED`, the oldest that is not pinned is dropped.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
@@ -117,6 +123,9 @@ def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[
             seconds = earlier.seconds if new.seconds is None else new.seconds
             kept = dataclasses.replace(new, pinned=earlier.pinned, seconds=seconds)
             return (*history[:index], kept, *history[index + 1 :])
+    if len(history) >= MOST_MEASURED:
+        oldest = next((index for index, earlier in enumerate(history) if not earlier.pinned), 0)
+        history = (*history[:oldest], *history[oldest + 1 :])
     return (*history, new)
 
 

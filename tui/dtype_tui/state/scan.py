@@ -14,6 +14,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import percent
 from dtype_tui.rendering.cells import bar
+from dtype_tui.state.measurement_log import MOST_MEASURED
 
 # The first paint does not need the search package, so it is imported where it is used.
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ class ScanState:
         predicted = self.prediction(tree, plan)
         if predicted is None or not plan.recipe.rules:
             return
-        self.measured = [point for point in self.measured if point.recipe != plan.recipe]
+        self.measured = [point for point in self.measured if point.recipe != plan.recipe][1 - MOST_MEASURED :]
         self.measured.append(Point(plan.recipe, plan.planned_bytes, predicted.value, scalar_drift(report.output)))
         self.version += 1
 

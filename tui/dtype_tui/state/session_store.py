@@ -40,8 +40,10 @@ VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
 """Maximum number of undo steps, and likewise of redo steps, that are saved for a resumed session."""
-NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
-"""Options that allow code to run or to be downloaded. Sessions do not save them: a file must not give such a permission."""
+NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download", "read_only"})
+"""Options that allow code to run or to be downloaded, or forbid what others may do. Sessions do not save them: a file must not
+decide what is permitted.
+"""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
 _LARGEST = 64 << 20

@@ -12,6 +12,9 @@ from textual.widgets.input import Selection
 
 from dtype_engine.core.text import printable
 
+MOST_PASTED = 100_000
+"""Maximum number of characters of a pasted line. Each key takes longer in a longer line."""
+
 
 class LineInput(Input):
     """Textual's input line, which calls functions instead of posting messages. A message would be handled only after the next key,
@@ -51,12 +54,16 @@ class LineInput(Input):
     def _on_paste(self, event: Paste) -> None:
         """Insert the first line of the pasted text that is not blank, with control characters escaped.
 
-        If there are further lines, tell the user that they are left out.
+        If there are further lines, or if the line is longer than `MOST_PASTED`, tell the user that the rest is left out.
         """
         event.stop()
         event.prevent_default()  # otherwise Textual's own method would also handle the message
         lines = [line for line in event.text.splitlines() if line.strip()]
-        super()._on_paste(Paste(printable(lines[0], len(lines[0]))) if lines else event)
+        line = lines[0][:MOST_PASTED] if lines else ""
+        super()._on_paste(Paste(printable(line, len(line))) if lines else event)
+        if lines and len(lines[0]) > MOST_PASTED:
+            words = f"pasted the first {MOST_PASTED:,} characters of {len(lines[0]):,}: the rest is left out"
+            self.notify(words, severity="warning", markup=False)
         if len(lines) > 1:
             rest = f"{len(lines) - 1:,} others are" if len(lines) > 2 else "other is"
             self.notify(

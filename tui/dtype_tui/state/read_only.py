@@ -1,0 +1,18 @@
+"""What the app refuses in a read-only session. Viewers may look and cast there, but neither read nor write files."""
+
+from __future__ import annotations
+
+from dtype_engine.worker.commands import READ_ONLY
+from dtype_tui.config.key_names import name_of
+
+__all__ = ["HIDDEN", "READ_ONLY", "refuses"]
+
+HIDDEN = frozenset({"leave-with", "suspend-process", "tour"})
+"""The ids of the key bindings that a read-only session neither runs nor shows. The tour ends with saving a recipe, and suspending
+the app would give a viewer the shell from which it was started.
+"""
+
+
+def refuses(action: str) -> bool:
+    """Return whether a read-only session refuses an action of a key, such as `leave_with`."""
+    return name_of(action) in HIDDEN
