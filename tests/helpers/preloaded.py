@@ -77,8 +77,10 @@ atexit.register(end)  # the first that is registered is the last that is called
 import gc, json, select, signal, socket, threading
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
-import torch, transformers
+import dtype_tui.app, hypothesis, torch, transformers
 from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
+
+hypothesis.find(hypothesis.strategies.none(), lambda _: True)  # the first example waits until all modules' constants are read
 
 gc.freeze()  # a child that ends would go through all of it, and copy its memory
 listening = socket.socket(socket.AF_UNIX)
