@@ -12,6 +12,7 @@ import os
 import shlex
 import signal
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -66,7 +67,7 @@ def pytest_collection(session: pytest.Session) -> None:
     """Import another share of the tests first in each process of a run: what one has compiled, the others read."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-        roots = [ROOT / argument for argument in session.config.args]
+        roots = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
         files = [file for root in roots for file in (sorted(root.rglob("test_*.py")) if root.is_dir() else [root])]
         for file in files[number::count]:
             importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
