@@ -23,7 +23,7 @@ lint: $(VENV)/.tests
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.lint.private_names
 
-# Side by side, but in no more processes than have the memory for it: each imports torch.
+# Side by side, but in no more processes than have the memory for it.
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n auto --maxprocesses 5 --dist worksteal
 

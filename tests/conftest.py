@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import atexit
 import gc
+import importlib
 import os
+import shlex
 import signal
 import tempfile
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 from tests.helpers import preloaded
+from tests.helpers.paths import ROOT
 
 from dtype_tui.state.first_start import note_start
 
@@ -48,6 +53,24 @@ _LONG = ("tests/tui/test_workers.py", "tests/test_manual.py", "tests/terminal/")
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` is: three processes more than there are cores, since tests in a terminal mostly wait for a screen."""
     return (os.cpu_count() or 1) + 3
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork each process of a run from one that has imported what the tests need, unless its lines are counted from the start."""
+    if not config.getoption("cov_source", None):
+        python = shlex.join(preloaded.command("import sys; exec(eval(sys.stdin.readline()))"))  # what execnet would run
+        specs[:] = [type(spec)(f"popen//python={python}") for spec in specs]
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Import another share of the tests first in each process of a run: what one has compiled, the others read."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        number, count = int(os.environ["PYTEST_XDIST_WORKER"][2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        roots = [Path(argument.partition("::")[0]).resolve() for argument in session.config.args]
+        files = [file for root in roots for file in (sorted(root.rglob("test_*.py")) if root.is_dir() else [root])]
+        for file in files[number::count]:
+            importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,13 +11,14 @@ import fcntl
 import functools
 import json
 import os
+import select
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.helpers.paths import ROOT
@@ -77,8 +78,10 @@ atexit.register(end)  # the first that is registered is the last that is called
 import gc, json, select, signal, socket, threading
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
-import torch, transformers
+import dtype_tui.app, hypothesis, torch, transformers
 from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
+
+hypothesis.find(hypothesis.strategies.none(), lambda _: True)  # the first example waits until all modules' constants are read
 
 gc.freeze()  # a child that ends would go through all of it, and copy its memory
 listening = socket.socket(socket.AF_UNIX)
@@ -153,22 +156,40 @@ os._exit(status)
 """
 
 
-class Program:
+class Forked:
+    """`code` under way on three streams, as by `python -c`, with this process's folder and `environment`."""
+
+    def __init__(
+        self, code: str, arguments: Sequence[str], environment: Mapping[str, str], streams: Sequence[int]
+    ) -> None:
+        self._asked = socket.socket(socket.AF_UNIX)
+        self._asked.connect(_server())
+        request = {"code": code, "arguments": arguments, "folder": os.getcwd(), "environment": dict(environment)}
+        socket.send_fds(self._asked, [json.dumps(request).encode()], streams)
+        self._told = b""
+        while b"\n" not in self._told:
+            self._told += self._asked.recv(64)
+        self.pid = int(self._told.split()[0])
+
+    def status(self, seconds: float | None = None) -> int | None:
+        """Its exit status once it has ended; None if it has not within `seconds`."""
+        if self._told.count(b"\n") == 1 and select.select([self._asked], [], [], seconds)[0]:
+            self._told += self._asked.recv(64)
+        told = self._told.partition(b"\n")[2]
+        return int(told) if told else None
+
+
+class Program(Forked):
     """`code` under way, as by `python -c`, with this process's folder and environment."""
 
     def __init__(self, code: str, *arguments: str) -> None:
-        self._asked = socket.socket(socket.AF_UNIX)
-        self._asked.connect(_server())
         reading, writing = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        request = {"code": code, "arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
-        socket.send_fds(self._asked, [json.dumps(request).encode()], [nothing, writing, self._stderr.fileno()])
+        super().__init__(code, arguments, os.environ, [nothing, writing, self._stderr.fileno()])
         os.close(writing)
         os.close(nothing)
-        self._answers = self._asked.makefile()
         self.stdout = open(reading)  # noqa: SIM115
-        self.pid = int(self._answers.readline())
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -176,8 +197,9 @@ class Program:
     def result(self) -> subprocess.CompletedProcess[str]:
         """Wait for its end; what it wrote that was not read yet."""
         stdout = self.stdout.read()
-        with self._asked, self._answers as answers:
-            status = int(answers.readline())
+        status = self.status()
+        assert status is not None
+        self._asked.close()
         self.stdout.close()
         with self._stderr as file:
             file.seek(0)

@@ -34,6 +34,13 @@ from dtype_tui.__main__ import main
 main()
 """
 """The program, but for the command that starts its engine: an argument after the program's name and before its own."""
+_ON_TERMINAL = """
+import fcntl, os, sys, termios
+sys.path.remove('')
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+"""
+"""Before it, where it is forked from a process that has neither."""
 # Modes and queries that pyte does not know and would print: kitty's keyboard, synchronised output, titles.
 _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=?][0-9;]*[a-zA-Z$]+|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
@@ -51,7 +58,8 @@ def clean(written: bytes) -> bytes:
 class Terminal:
     """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows).
 
-    first: as somebody who never did before. forked: its engine comes from a process that has imported torch, five seconds' work.
+    first: as somebody who never did before. forked: program and engine come from a process that has imported what they need, torch
+    too, which is five seconds' work.
     engine: the command that starts its engine, in place of its own.
     answers: whether the terminal answers a program's questions, such as where its cursor is.
     """
@@ -66,8 +74,8 @@ class Terminal:
         engine: Sequence[str] | None = None,
         answers: bool = True,
     ) -> None:
-        if forked:
-            engine = preloaded.command(preloaded.ENGINE)
+        if forked and any(name.startswith("PYTHON") for name in environment or ()):  # read when an interpreter starts
+            engine, forked = preloaded.command(preloaded.ENGINE), False
         program = (PROGRAM,) if engine is None else with_engine(engine)
         self.screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self.screen)
@@ -85,18 +93,25 @@ class Terminal:
         self.settings = termios.tcgetattr(self.slave)
         if answers:
             self.screen.write_process_input = self._answer
+        # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
+        given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+        # Nothing of this machine's: no configuration, no models in a cache, no sessions kept by earlier tests.
+        own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
+        own["XDG_STATE_HOME"] = self._state
+        given |= own | (environment or {})
+        self._forked = None
+        if forked:
+            command = (PROGRAM, json.dumps(preloaded.command(preloaded.ENGINE)), *arguments)
+            self._forked = preloaded.Forked(_ON_TERMINAL + WITH_ENGINE, command, given, [self.slave] * 3)
+            self.pid = self._forked.pid
+            return
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
             fcntl.ioctl(self.slave, termios.TIOCSCTTY, 0)
             for number in (0, 1, 2):
                 os.dup2(self.slave, number)
-            # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
-            given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-            # Nothing of this machine's: no configuration, no models in a cache, no sessions kept by earlier tests.
-            own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
-            own["XDG_STATE_HOME"] = self._state
-            os.execve(program[0], [*program, *arguments], given | own | (environment or {}))
+            os.execve(program[0], [*program, *arguments], given)
 
     def _answer(self, data: str) -> None:
         """What a terminal that is asked where its cursor is says, as all that people use do."""
@@ -145,16 +160,23 @@ class Terminal:
         fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         os.kill(self.pid, signal.SIGWINCH)
 
+    def ended(self) -> int | None:
+        """The exit status of the program, or None while it runs."""
+        if self._forked is not None:
+            return self._forked.status(0)
+        ended, status = os.waitpid(self.pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if ended else None
+
     def exit_status(self, seconds: float = 60) -> int:
         """Wait for the program's end; its exit status."""
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
             self.read()
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
+            status = self.ended()
+            if status is not None:
                 while self.read(0.01):
                     pass
-                return os.waitstatus_to_exitcode(status)
+                return status
         raise AssertionError(f"the program did not end; its screen:\n{self.text}")
 
     def is_restored(self) -> bool:

@@ -89,14 +89,14 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                 pass
             if pressed // _EVERY != before // _EVERY:
                 _until_quiet(terminal)
-                ended, status = os.waitpid(terminal.pid, os.WNOHANG)
-                gone = f"ended after {pressed} keys with {os.waitstatus_to_exitcode(status) if ended else 0}"
-                if ended and os.waitstatus_to_exitcode(status) == 0 and _PALETTE in recent and terminal.is_restored():
+                status = terminal.ended()
+                gone = f"ended after {pressed} keys with {status}"
+                if status == 0 and _PALETTE in recent and terminal.is_restored():
                     terminal.close()  # the palette has an entry that quits
                     terminal, recent = _opened(), ""
                     process = psutil.Process(terminal.pid)
                     continue
-                assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}\n{terminal.last_log}"
+                assert status is None, f"{gone}, the last {recent!r}; {terminal.logs}\n{terminal.last_log}"
                 _bring_to_the_front(process)
                 answers = _draws_anew(terminal, 120 + pressed // _EVERY % 2)
                 assert answers, f"no answer after {pressed} keys, the last {recent!r}; {terminal.logs}"

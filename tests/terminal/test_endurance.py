@@ -44,20 +44,6 @@ def leave(terminal: Terminal) -> None:
     assert terminal.is_restored()
 
 
-@pytest.mark.parametrize(
-    ("typed", "seen"),
-    [
-        (":cast *.mlp bf16\r", r"\*\.mlp → bf16  18"),
-        (":go model.layers.4.mlp\r", r"❯ +▾ mlp|❯ +▸ mlp"),
-        ("/down_proj\r", r"n next match"),
-        ("c\x1b[F=stored", r"matches nothing in this model"),
-    ],
-)
-def test_keys_that_come_in_one_burst_reach_the_prompt_they_open(terminal: Terminal, typed: str, seen: str) -> None:
-    terminal.press(typed)
-    terminal.wait_for(seen, 20)
-
-
 def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
     terminal = Terminal("demo", forked=True)
     try:

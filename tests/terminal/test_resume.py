@@ -58,7 +58,7 @@ def lose(terminal: Terminal) -> None:
     until = time.monotonic() + 20
     ended = False
     while not ended and time.monotonic() < until:
-        ended = bool(os.waitpid(terminal.pid, os.WNOHANG)[0])
+        ended = terminal.ended() is not None
         time.sleep(0.02)
     terminal.keyboard, terminal.slave = os.openpty()
     assert ended, "the program outlived its terminal"

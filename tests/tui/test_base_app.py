@@ -63,6 +63,7 @@ async def test_garbage_is_collected_when_the_engine_ends_before_it_was_ready() -
         assert gc.isenabled()
 
 
+@pytest.mark.slow
 async def test_garbage_is_collected_where_no_engine_is_ever_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dtype_tui.app, "LONGEST_WITHOUT_GC_S", 0.05)
     app = make_app()

@@ -132,6 +132,7 @@ async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
 
 
+@pytest.mark.slow
 async def test_results_without_end_do_not_open_windows_without_end() -> None:
     app = make_app()
     async with running(app, SIZES[0]) as pilot:

@@ -24,13 +24,13 @@ from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSeq
 from dtype_engine.runtime.session import opening
 
 pytestmark = pytest.mark.slow
-distributed = pytest.importorskip("distributed")
 Start = Callable[[int], tuple[str, list[subprocess.Popen[bytes]]]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     """Start a scheduler and so many workers: its address, and the processes, the scheduler first."""
+    distributed = pytest.importorskip("distributed")
     processes: list[subprocess.Popen[bytes]] = []
 
     def begin(module: str, *arguments: str) -> None:

@@ -112,6 +112,7 @@ def test_bad_patterns_say_where(text: str, position: int) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @given(st.text(max_size=30))
 def test_any_text_is_a_pattern_or_a_pattern_error(text: str) -> None:
     with contextlib.suppress(PatternError):

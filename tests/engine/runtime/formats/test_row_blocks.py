@@ -27,14 +27,20 @@ def work(numbers: range) -> tuple[int, int, list[int]]:
 
 
 def test_every_block_is_done_once_and_the_threads_are_the_same_the_next_time() -> None:
-    found = parallel_map(work, 13)
+    together = threading.Barrier(3)  # a thread that is done early could take a second share
+
+    def work_together(numbers: range) -> tuple[int, int, list[int]]:
+        together.wait(60)
+        return work(numbers)
+
+    found = parallel_map(work_together, 13)
     assert [numbers for _, _, numbers in found] == [list(range(first, 13, 3)) for first in range(3)]
     assert {threads for _, threads, _ in found} == {1}
     assert torch.get_num_threads() == 3
     threads = {thread for thread, _, _ in found}
     assert len(threads) == 3
     assert threading.get_ident() in threads
-    assert {thread for _ in range(5) for thread, _, _ in parallel_map(work, 13)} == threads
+    assert {thread for _ in range(5) for thread, _, _ in parallel_map(work_together, 13)} == threads
 
 
 @pytest.mark.parametrize("count", [0, 1, 7])

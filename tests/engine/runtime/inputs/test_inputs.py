@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 import soundfile
 import torch
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
-from scipy import signal
 from tests.helpers import architectures, checkpoint_folders
 from tests.helpers.paths import TINYNET
 
@@ -188,7 +188,7 @@ def test_resampling_is_nearer_to_the_truth_than_a_polyphase_filter_of_scipy(own_
 
     wave, middle = tones(own_rate).astype("float32"), slice(500, -500)  # filters ring at the ends
     common = math.gcd(own_rate, rate)
-    ours, theirs = resampled(wave, own_rate, rate), signal.resample_poly(wave, rate // common, own_rate // common)
+    ours, theirs = resampled(wave, own_rate, rate), scipy.signal.resample_poly(wave, rate // common, own_rate // common)
     assert ours.shape == theirs.shape
     assert ours.dtype == np.float32
     assert np.abs(ours - theirs)[middle].max() < 3e-3
