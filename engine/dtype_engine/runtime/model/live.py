@@ -27,7 +27,7 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
-from dtype_engine.runtime.model.stored_tree import unused, with_files
+from dtype_engine.runtime.model.stored_tree import unused, with_files, without_quantised
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
@@ -151,8 +151,8 @@ class LiveModel:
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
-    """The weights, keyed by the `id` of the tensor object in the module. Weights that another program packed are added once they
-    are unpacked; `weights` does not contain their unpacked values.
+    """The weights, keyed by the `id` of the tensor object in the module. `weights` lacks the values of weights that are unpacked
+    from codes with other names, which can't be cast. They are added here, some of them only when they are unpacked.
     """
 
     @classmethod
@@ -202,29 +202,31 @@ class LiveModel:
             dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
             for info in infos
         ]
-        unused_infos: list[TensorInfo] = []
+        described, unused_infos = infos, list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
             assert placements is not None
             headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
-            unused_infos = unused(placements, headers, infos, type(module).__name__)
-        weights = {
+            described = without_quantised(infos, headers)
+            unused_infos = unused(placements, headers, described, type(module).__name__)
+        held = {
             info.name: Weight(
                 info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
             )
             for info in infos
         }
         for name, (_, scale) in quantized.items():
-            weights[name].scale = weights[name].stored_scale = scale.to(device)
-        tree = tree_of(module, [*infos, *unused_infos])
+            held[name].scale = held[name].stored_scale = scale.to(device)
+        weights = {info.name: held[info.name] for info in described}
+        tree = tree_of(module, [*described, *unused_infos])
         return cls(
             module,
             title,
             device,
             tree,
             weights,
-            by_id={id(weight.tensor): weight for weight in weights.values()},
+            by_id={id(weight.tensor): weight for weight in held.values()},
             **rest,
         )
 
@@ -280,10 +282,11 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Return tensors that the module has got since loading. They exist if another library, such as compressed-tensors, unpacks
-        quantised weights in the first forward pass.
+        """Return the tensors of the module that are unpacked from codes with other names. Libraries such as compressed-tensors may
+        unpack them only in the first forward pass.
         """
-        if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
+        packed = any(weight.info.uncastable_reason is not None for weight in self.weights.values())
+        if not packed and len(self.by_id) == len(self.weights):
             return []
         held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         own = {id(weight.tensor) for weight in self.weights.values()}
