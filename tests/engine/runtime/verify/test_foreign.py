@@ -275,6 +275,7 @@ def test_nonsense_is_one_line(make_llama: Callable[..., Path], tmp_path: Path, c
         ("x.safetensors", "--drift"): "is no export of this program: --drift is only for these",
         ("x.safetensors", "--workers", "2"): "is no export of this program: --workers is only for these",
     }
+    capsys.readouterr()
     for (name, *more), said in cases.items():
         assert run(cli, "dtype-engine", ["verify", str(tmp_path / name), "--against", str(source), *more]) == 2
         error = capsys.readouterr().err
@@ -292,6 +293,7 @@ def test_names_of_llama_cpp_are_not_mapped_yet(make_llama: Callable[..., Path], 
     writer.write_tensors_to_file()
     writer.close()
     source = str(make_llama())
+    capsys.readouterr()
     for one, other in ((str(tmp_path / "x.gguf"), source), (source, str(tmp_path / "x.gguf"))):
         assert run(cli, "dtype-engine", ["verify", one, "--against", other]) == 2
         error = capsys.readouterr().err
