@@ -75,6 +75,12 @@ class SequenceScan:
     _count: int = 0
     _last: bool = False
     _measured: int = 0
+    _carrying: bool = False
+    """Whether a backward pass of the scan is running. Hooks are also called by backward passes of the model itself."""
+    _differentiated: set[str] = field(default_factory=set)
+    """The weights of the operations that the model differentiates itself. They act on its gradients in other ways than by the
+    outputs of these operations.
+    """
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
         """Scan the sequence with the number `index` out of `sequences` sequences, and return its sums. Raises NoForward,
@@ -131,7 +137,9 @@ class SequenceScan:
             }
             scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
             followed = {name for (name, _), value in scores.sums.items() if value}
-            found = measure_unfollowed(drift_of, self.costly, mode.unfollowed, followed, self.local)
+            found = measure_unfollowed(
+                drift_of, self.costly, mode.unfollowed | self._differentiated, followed, self.local
+            )
             for key, value in found.items():
                 scores.replace(key, value)
         return scores
@@ -193,6 +201,7 @@ class SequenceScan:
 
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
+            self._carrying = True
             with foreign_code():
                 torch.autograd.backward(output, gradient, retain_graph=retain_graph)
         except (Cancelled, UserError):
@@ -202,8 +211,13 @@ class SequenceScan:
             raise NoForward(
                 f"the scan's backward pass failed: {text}; scan --exact measures each weight without one"
             ) from error
+        finally:
+            self._carrying = False
 
     def _on_gradient(self, operation: WeightOp, index: int, gradient: torch.Tensor) -> None:
+        if not self._carrying:
+            self._differentiated.update(operation.weights)
+            return
         operation.gradients[index].append((self._column, gradient.detach().reshape(-1)))
         if self._last and len(operation.outputs) == 1:
             self._measure(operation)

@@ -5,8 +5,10 @@ A pass under `WeightOpRecorder` computes the reference with an autograd graph. T
 arguments, and puts a hook on the output that receives the gradient in the backward pass. The recorder needs no knowledge of modules
 or architectures.
 
-Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, or the model writes to its
-memory. The names of these weights are in `unfollowed`.
+Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, the model writes to its memory,
+or computes gradients itself. The names of these weights are in `unfollowed`.
+
+Activations are followed where the model detaches them from the graph, since what is computed from them still depends on weights.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, version_of
+from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, unwrapped, version_of
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
     Arguments,
@@ -32,6 +34,8 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
+_COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
+"""Calls that torch refuses for a tensor with a graph, which activations have only in a scan."""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
 """Types of results from which the model learns nothing about a weight's values."""
 
@@ -130,6 +134,14 @@ class WeightOpRecorder(ReferenceMode):
         self._topk_count = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
 
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.requires_grad_ and args[0].grad_fn is not None:
+            args[0].retain_grad()  # for the model, which has detached it, it is the start of a graph
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
+
     @property
     def overwritten(self) -> frozenset[int]:
         """Indexes of the operations whose tensors were overwritten later."""
@@ -147,6 +159,23 @@ class WeightOpRecorder(ReferenceMode):
             return self._write(written, func, name, args, kwargs)
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
+        if any(tensor.grad_fn is not None for tensor in tensors):
+            if name == "detach":
+                return args[0].view_as(args[0])
+            if name in _COPIES_VALUES:
+                self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
+                args, kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.detach() for tensor in tensors})
+            elif "create_graph" in kwargs:  # the gradient that the model computes depends on activations
+                kwargs = {**kwargs, "create_graph": True}
+            elif not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+                with torch.enable_grad():
+                    return self._run_recorded(func, name, args, kwargs, tensors)
+        return self._run_recorded(func, name, args, kwargs, tensors)
+
+    def _run_recorded(
+        self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """Run a call that does not write to a weight, and record it if it uses weights. tensors: those among the arguments."""
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         values = self.current_values(replaced, None, name)
@@ -210,6 +239,8 @@ class WeightOpRecorder(ReferenceMode):
         answer = super().read_property(func, args)
         source = self._source(args[0])
         if source is None:
+            if func.__self__ is torch.Tensor.data and args[0].grad_fn is not None:
+                return args[0].view_as(args[0])
             if func.__self__ is torch.Tensor.dtype and id(args[0]) in self._given:
                 self.dtype_read += self._given[id(args[0])][1].weights
         elif func.__self__ is torch.Tensor.dtype:
@@ -294,8 +325,10 @@ class WeightOpRecorder(ReferenceMode):
             self._given[id(tensor)] = tensor, operation
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
-        if not any(tensor.requires_grad for tensor in tapped):
-            self.unfollowed |= names  # the model runs this operation without gradients
+        if not any(tensor.requires_grad for tensor in tapped) or any(unwrapped(tensor)[1] is None for tensor in tapped):
+            self.unfollowed |= (
+                names  # the model runs this operation without gradients, or in a `torch.func.grad` of its own
+            )
         return output
 
     def _of_one_weight(

@@ -99,9 +99,50 @@ class Maps(Uses):
         return torch.vmap(torch.mul, (None, 0))(self.inner(x), self.weight).sum(0)
 
 
+class Detaches(Uses):
+    """Activations reach the output detached from the graph, and attached as well."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            apart = torch.tanh(x @ self.weight)
+        return self.inner(x) + 2 * x.detach() + x.data.sin() + apart
+
+
+class CopiesValues(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight) + torch.from_numpy(self.inner(x).detach().numpy()).cos()
+
+
+class TakesAGradient(Uses):
+    """The output is a gradient with respect to activations, as forces are of an energy."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            start = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(start), start)
+        return x + slope
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)).square().sum()
+
+
+class TakesAGradientOfItsOwn(TakesAGradient):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.func.grad(self.energy)(x)
+
+
+class GoesBackward(TakesAGradient):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            start = x.detach().clone().requires_grad_()
+            self.energy(start).backward()
+        assert start.grad is not None
+        return x + start.grad
+
+
 KINDS = [
-    WritesThroughData, SetsData, WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex,
-    Chooses, Maps,
+    Detaches, CopiesValues, TakesAGradient, TakesAGradientOfItsOwn, GoesBackward, WritesThroughData, SetsData,
+    WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex, Chooses, Maps,
 ]  # fmt: skip
 INPUTS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -118,6 +159,7 @@ def by_hand(kind: type[Uses], name: str) -> float:
     return float((module(INPUTS).double() - reference).square().sum() / reference.square().sum())
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_score_of_a_weight_without_a_gradient_is_what_plain_torch_gives(kind: type[Uses]) -> None:
     session = de.open(kind(), inputs=(INPUTS,))
