@@ -19,6 +19,7 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
+from dtype_engine.runtime.modes.other_threads import weights_in_one_thread
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -201,6 +202,7 @@ class ForwardRunner:
                     if options.around is not None:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
+                    contexts.enter_context(weights_in_one_thread(model.by_id))
                     contexts.enter_context(foreign_code())
                     output = call()
                 if model.device.type == "cuda":
