@@ -93,11 +93,32 @@ class WeightOp:
         self.versions = [version_of(tensor) for tensor in self._held()]
 
 
+@dataclass(frozen=True, slots=True)
+class ValueRead:
+    """A call with one tensor, computed from a weight, that gave the model's code a truth value or an integer, for example because
+    the code checks that all values are finite.
+    """
+
+    func: Any
+    args: Arguments
+    kwargs: dict[str, Any]
+    source: tuple[int, WeightOrigin]
+    """The `id` of the tensor among the arguments, and how it was computed."""
+    answer: bool | int
+
+    def differs(self, value: torch.Tensor) -> bool:
+        """Return whether the model's code would have got another answer if the weight had these values."""
+        key, origin = self.source
+        args, kwargs = replace_tensors(self.args, self.kwargs, {key: origin.remake(value)})
+        return bool(self.func(*args, **kwargs) != self.answer)
+
+
 class WeightOpRecorder(ReferenceMode):
     """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
-    dtype the model's code has read. `unfollowed` holds the weights of which a use was not recorded.
+    dtype the model's code has read. `unfollowed` holds the weights of which a use was not recorded. `answers` holds what the code
+    has read of the values of other weights.
 
     wanted: the weights whose operations are recorded. copies: indexes (in the order of the pass) of the operations whose tensors
     are copied, because the model overwrites them later. on_gradient(operation, index of the output, gradient): called in the
@@ -121,6 +142,8 @@ class WeightOpRecorder(ReferenceMode):
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
         """The weights that the model used in a way that the recorder could not follow to the output."""
+        self.answers: list[ValueRead] = []
+        """What the model's code has read of the values of weights, where other values may give the same answer."""
         self._own_dtypes_read: set[str] = set()
         """The weights whose own dtype was read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
@@ -294,7 +317,10 @@ class WeightOpRecorder(ReferenceMode):
             self._places.pop(_place(given[0]), None)
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if ("out" in kwargs or not floats) and not isinstance(output, _NO_VALUES):
-            self.unfollowed |= names
+            if isinstance(output, (bool, int)) and len(tensors_in(args, kwargs)) == len(sources) == 1:
+                self.answers.append(ValueRead(func, args, kwargs, next(iter(sources.items())), output))
+            else:
+                self.unfollowed |= names
         if not floats or not names & self.wanted:
             return output
         # Nothing before the first operations requires a gradient, so adding `_start` (0) makes their outputs require one.

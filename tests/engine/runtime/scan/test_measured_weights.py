@@ -180,6 +180,33 @@ def test_many_weights_without_a_gradient_are_refused_by_name(monkeypatch: pytest
         session.scan(["int8"])
 
 
+class ChecksValues(Uses):
+    """Refuses to run with values that are not finite, and counts large ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.parameters():
+            if not torch.isfinite(weight).all():
+                raise ValueError
+        return super().forward(x)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * int((self.weight > self.weight.max() * 0.9995).sum())
+
+
+def test_checks_of_values_that_a_cast_does_not_change_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = de.open(ChecksValues(), inputs=(INPUTS,))
+    monkeypatch.setattr(measured_weights, "MOST_PASSES", 3)
+    scores = session.scan(["int8"], draws=200).scores()
+    for name in session.model.weights:
+        assert scores[name, "int8"] == pytest.approx(by_hand(ChecksValues, name), rel=0.35, abs=1e-13), name
+    assert by_hand(ChecksValues, "weight") == 0
+    weight = session.model.module.weight.data
+    row, column = divmod(int(weight.argmax()), 8)
+    weight[row, column - 1] = weight.max() * 0.999
+    counted = de.open(session.model.module, inputs=(INPUTS,)).scan(["int8"], draws=4).scores()
+    assert counted["weight", "int8"] > 0.1, "in int8, two values are the largest"
+
+
 def test_weights_that_a_model_does_not_use_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(Fills(), inputs=(INPUTS,))
     casts: list[dict[str, str]] = []
