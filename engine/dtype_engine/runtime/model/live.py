@@ -24,6 +24,7 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
@@ -188,6 +189,10 @@ class LiveModel:
             notice = f"compiled by torch.compile: {compiled[0]}{more}; what is compiled runs as it was written"
             rest["notices"] = (*rest.get("notices", ()), notice)
         module.eval().requires_grad_(False)
+        if not has_float64(device):
+            wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
+            if wide is not None:
+                raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             try:
@@ -250,6 +255,11 @@ class LiveModel:
             for name, weight in self.weights.items()
             if weight.dtype != planned[name] or weight.shares != shared.get(name, ())
         ]
+        wide = next((weight for weight in pending if planned[weight.info.name] == "float64"), None)
+        if wide is not None and not has_float64(self.device):
+            raise UserError(
+                f"{wide.info.name} can't be cast to float64, which {self.device} does not have; use --device cpu"
+            )
         # Weights that return to the mapped data come first, which frees memory before any is allocated.
         pending.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
         try:

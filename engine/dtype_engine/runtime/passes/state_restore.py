@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from dtype_engine.runtime.device import same_random_numbers
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import own_tensors, scripted_calls
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -72,19 +73,6 @@ def uncompiled() -> AbstractContextManager[None]:
     if "torch._dynamo" not in sys.modules:
         return nullcontext()  # nothing is compiled, and importing torch._dynamo takes a second
     return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
-
-
-@contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Make the block draw the same random numbers in every pass. The generators are restored afterwards."""
-    on_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
-        torch.default_generator.manual_seed(0)
-        if on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        yield
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import ClassesDim
 from dtype_engine.results.drift import unit_for
+from dtype_engine.runtime.device import for_sums
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
@@ -246,8 +247,8 @@ class SequenceScan:
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
             self._independent[weight] = torch.zeros(shape[0], 1 + len(self._samples), dtype=torch.float64)
         errors = errors.to(gradients.stacked.dtype)
-        self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).double().cpu())
-        apart = torch.mm(errors.square_(), gradients.squares.T).double().cpu()
+        self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).cpu().double())
+        apart = torch.mm(errors.square_(), gradients.squares.T).cpu().double()
         self._independent[weight].index_add_(1, gradients.apart, apart)
 
 
@@ -290,7 +291,7 @@ class _Reference:
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution
-        self.values = output.double()
+        self.values = for_sums(output).double()
         if distribution:
             self.log_p = torch.log_softmax(self.values, -1)
             self.p = self.log_p.exp()
@@ -300,9 +301,9 @@ class _Reference:
         or infinity if the sum is not finite.
         """
         if not self.distribution:
-            total = float((other.double() - self.values).square().sum())
+            total = float((for_sums(other).double() - self.values).square().sum())
         else:
             # If p is 0, the term is 0 for any q.
-            gained = (self.log_p - torch.log_softmax(other.double(), -1)).mul_(self.p)
+            gained = (self.log_p - torch.log_softmax(for_sums(other).double(), -1)).mul_(self.p)
             total = float(torch.where(self.p > 0, gained, 0.0).sum())
         return max(0.0, total) if math.isfinite(total) else math.inf
