@@ -68,7 +68,7 @@ def _cut_a_scale(tensors: Tensors, config: Config) -> None:
 
 
 def _spoil_scales(tensors: Tensors, config: Config) -> None:
-    tensors[f"{DOWN}.weight_scale_inv"].view(-1)[:3] = torch.tensor([float("nan"), 0.0, -1.0])
+    tensors[f"{DOWN}.weight_scale_inv"].view(-1)[:4] = torch.tensor([float("nan"), 0.0, -1.0, float("inf")])
 
 
 def _widen_a_sibling(tensors: Tensors, config: Config) -> None:
