@@ -154,7 +154,7 @@ def test_spoilt_scales_are_counted(quantised: Path) -> None:
     _spoil_scales(tensors, {})
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     (finding,) = check(open_checkpoint(quantised), "x").findings
-    assert finding.what == "holds 6 scales, of which 1 is NaN and 1 is zero and 1 is negative"
+    assert finding.what == "holds 6 scales, of which 1 is NaN and 1 is infinite and 1 is zero and 1 is negative"
 
 
 def test_a_sound_checkpoint_has_no_finding(
