@@ -84,11 +84,13 @@ def _train(module: Any, batches: list[dict[str, Any]], steps: int = 10) -> None:
             optimizer.step()
 
 
-def accuracy(check: Checks, name: str, session: Any, dtypes: tuple[str, ...] = DTYPES) -> None:
-    """The scan with its default number of draws against measuring each alone."""
+def accuracy(
+    check: Checks, name: str, session: Any, dtypes: tuple[str, ...] = DTYPES, draws: int | None = None
+) -> None:
+    """The scan, by default with its default number of draws, against measuring each alone."""
     from tests.helpers.rank_correlation import FLOOR, compared
 
-    scan = session.scan(dtypes)
+    scan = session.scan(dtypes, draws=draws)
     exact = session.scan(dtypes, exact=True)
     session.scanned = scan
     print(f"        {scan.scan_seconds / scan.forward_seconds:.1f} forward passes")
@@ -134,13 +136,15 @@ def errors(check: Checks) -> None:
 
 
 def blocks(check: Checks) -> None:
-    """Formats with blocks, for weights alone and with activations quantised too."""
+    """Formats with blocks, for weights alone and with activations quantised too. Scores in one of them lie so near to each other
+    that the chance in 24 draws, about 15 %, changes their ranks: with 64 only the method is left.
+    """
     import dtype_engine as de
 
     for activations in ("none", "weights"):
         session = de.open()
         session.settings = de.RunSettings(quantize_activations=activations)
-        accuracy(check, f"demo, activations {activations}", session, BLOCKS)
+        accuracy(check, f"demo, activations {activations}", session, BLOCKS, 64)
 
 
 def experts(check: Checks) -> None:
@@ -268,6 +272,7 @@ def at_most(session: Any, chooser: random.Random, budget: int) -> Any:
 def searching(check: Checks, session: Any) -> None:
     """Found recipes against uniform ones, "all linears small, the rest kept", and random ones of the same size."""
     from dtype_engine import Recipe, Rule
+    from dtype_engine.core.errors import OutOfReach
     from dtype_engine.recipe import make_plan
 
     chooser = random.Random(1)
@@ -279,7 +284,11 @@ def searching(check: Checks, session: Any) -> None:
         for what, recipe in simple.items()
     }
     for what, (size, drift) in sized.items():
-        report = session.search(size)
+        try:
+            report = session.search(size)
+        except OutOfReach as error:  # a search gives norms and biases no scales, as some uniform recipes do
+            print(f"        {what} ({size:,} bytes): {error}")
+            continue
         found = measured(session, Recipe.of(map(Rule.parse, report.rules)))
         check(f"{what} ({size:,} bytes, KL {drift:.3g}): KL found / its KL", found / drift, high=1.0)
     for share in BUDGETS:

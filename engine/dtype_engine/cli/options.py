@@ -95,7 +95,12 @@ _OPENING = (
     click.Option(["--architecture"], metavar="NAME", help="The checkpoint's model class, if no config.json names it."),
 )
 _RUNNING = (
-    click.Option(["--device"], default="auto", show_default=True, help="Where to run the model: cpu, cuda or auto."),
+    click.Option(
+        ["--device"],
+        default="auto",
+        show_default=True,
+        help="Where to run the model: cpu, cuda, another accelerator such as mps, or auto (cuda or cpu).",
+    ),
     click.Option(
         ["--random-weights"], is_flag=True, help="Run a model even if its files lack weights, which are then random."
     ),

@@ -70,7 +70,9 @@ class Options:
     """
 
     device: str = "auto"
-    """The torch device: "cpu", "cuda", or "auto", which is cuda if cuda works."""
+    """The torch device: "cpu"; an accelerator that torch has on this machine, such as "cuda:1", "mps" or "xpu"; or "auto", which is
+    cuda if cuda works, and else cpu.
+    """
     prompts: tuple[str, ...] = ()
     """Calibration prompts. Each prompt is one sequence, or several sequences if it is long."""
     texts: tuple[Path, ...] = ()

@@ -28,12 +28,10 @@ class Selection:
     """The names of the modules that the pattern matches. A module inside another matched module is left out."""
     tensors: tuple[str, ...]
     """The canonical names of the tensors that the pattern selects and that can be cast, without repeats."""
-    uncastable_count: int = 0
-    """How many selected tensors can never be cast: integers, booleans, parts of quantised weights, and non-persistent buffers that
-    the pattern does not name specifically.
+    uncastable: tuple[str, ...] = ()
+    """The canonical names of the selected tensors that can never be cast: integers, booleans, parts of quantised weights, and
+    non-persistent buffers that the pattern does not name specifically.
     """
-    uncastable: str | None = None
-    """The name of the first selected tensor that can never be cast, or None."""
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -80,8 +78,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
                 taken[tensor.name] = None
             else:
                 uncastable[tensor.name] = None
-    never = [name for name in uncastable if name not in taken]
-    return Selection(frozenset(modules), tuple(taken), len(never), next(iter(never), None))
+    return Selection(frozenset(modules), tuple(taken), tuple(name for name in uncastable if name not in taken))
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +249,8 @@ def require_matches(tree: Tree, recipe: Recipe) -> Plan:
 
 def uncast_words(tree: Tree, taken: Selection) -> str:
     """Return words that name the first tensor which a selection leaves as stored, and say why. `taken` must have such a tensor."""
-    assert taken.uncastable is not None
-    return f"first {printable(taken.uncastable)}: {tree.tensors[taken.uncastable].why_not_cast}"
+    first = taken.uncastable[0]
+    return f"first {printable(first)}: {tree.tensors[first].why_not_cast}"
 
 
 _MOST_NAMES = 20_000
@@ -263,7 +260,7 @@ NO_CLASSES = "but this model's architecture is unknown: put a config.json that n
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Return a sentence that says why a pattern selects nothing. taken: the result of `select`, if it was computed before."""
-    if taken is not None and taken.uncastable is not None:
+    if taken is not None and taken.uncastable:
         return f"pattern {shortened(pattern)} matches only tensors that it does not cast ({uncast_words(tree, taken)})"
     compiled = compile_pattern(pattern)
     if compiled.by_class and not tree.has_classes:

@@ -68,7 +68,7 @@ def _cut_a_scale(tensors: Tensors, config: Config) -> None:
 
 
 def _spoil_scales(tensors: Tensors, config: Config) -> None:
-    tensors[f"{DOWN}.weight_scale_inv"].view(-1)[:3] = torch.tensor([float("nan"), 0.0, -1.0])
+    tensors[f"{DOWN}.weight_scale_inv"].view(-1)[:4] = torch.tensor([float("nan"), 0.0, -1.0, float("inf")])
 
 
 def _widen_a_sibling(tensors: Tensors, config: Config) -> None:
@@ -154,7 +154,7 @@ def test_spoilt_scales_are_counted(quantised: Path) -> None:
     _spoil_scales(tensors, {})
     save_file(tensors, quantised / "model.safetensors", {"format": "pt"})
     (finding,) = check(open_checkpoint(quantised), "x").findings
-    assert finding.what == "holds 6 scales, of which 1 is NaN and 1 is zero and 1 is negative"
+    assert finding.what == "holds 6 scales, of which 1 is NaN and 1 is infinite and 1 is zero and 1 is negative"
 
 
 def test_a_sound_checkpoint_has_no_finding(

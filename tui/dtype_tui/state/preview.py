@@ -52,7 +52,7 @@ def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
         sum(tensor.numel for tensor in tensors),
         sum(tensor_bytes(tensor, planned[tensor.name]) for tensor in tensors),
         sum(tensor_bytes(tensor, rule.dtype) for tensor in tensors),
-        taken.uncastable_count,
-        uncast_words(tree, taken) if taken.uncastable is not None else "",
+        len(taken.uncastable),
+        uncast_words(tree, taken) if taken.uncastable else "",
         fused_words(rule.dtype, names, planned, tree.fused_groups),
     )

@@ -14,7 +14,10 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
-from dtype_engine.recipe import Recipe
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import plural
+from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -28,6 +31,7 @@ from dtype_engine.runtime.measure.plan import MeasurementPlan, Step
 from dtype_engine.runtime.measure.progress import MeasurementProgress
 from dtype_engine.runtime.measure.running_totals import ReferenceRecord, RunningTotals
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.stored_tree import NOT_USED
 from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.passes.class_dimensions import classes_dimension
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
@@ -149,6 +153,7 @@ class DriftMeter:
             notices=(
                 *candidate.notices,
                 *totals.notices(output),
+                *_quantized_notices(candidate.tree, recipe),
                 *_fast_path_notices(self.model.module),
             ),
             lost=lost,
@@ -316,3 +321,18 @@ def _fast_path_notices(module: nn.Module) -> tuple[str, ...]:
         f"torch's fast path of {found} is off for reference and candidate, so padded positions are computed like all "
         "others; only an attention_mask in the inputs leaves them out of the figures",
     )
+
+
+def _quantized_notices(tree: Tree, recipe: Recipe) -> tuple[str, ...]:
+    """Return a notice if rules match weights that another program quantised, which stay as stored."""
+    matched = {name for taken in make_plan(tree, recipe).selections for name in taken.uncastable}
+    left = [
+        tensor
+        for name, tensor in tree.tensors.items()
+        if name in matched and not (tensor.uncastable_reason or NOT_USED).startswith(NOT_USED)
+    ]
+    if not left:
+        return ()
+    modules = plural(len({tensor.name.rpartition(".")[0] for tensor in left}), "module")
+    first = f"first {printable(left[0].name)}: {left[0].why_not_cast}"
+    return (f"the rules match quantised weights of {modules}, which no rule casts: they stay as stored ({first})",)

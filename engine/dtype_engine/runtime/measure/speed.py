@@ -13,6 +13,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.job_part import part_of
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.results.runs import SpeedReport, SpeedRow
+from dtype_engine.runtime.device import free_bytes
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -141,9 +142,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
         if casts[name] != weight.info.dtype
     )
     held = sum(weight.nbytes for weight in model.weights.values() if weight.changed)
-    free = psutil.virtual_memory().available
-    if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
+    free = free_bytes(model.device) or psutil.virtual_memory().available
     return max(0, needed - held - int(0.9 * free))
 
 

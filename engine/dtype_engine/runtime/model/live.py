@@ -24,10 +24,11 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.device import has_float64
 from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
-from dtype_engine.runtime.model.stored_tree import unused, with_files
+from dtype_engine.runtime.model.stored_tree import unused, with_files, without_quantised
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
@@ -153,8 +154,8 @@ class LiveModel:
     coverage: Coverage | None = None
     """How many of the model's tensors the checkpoint's files have, or None if the model has no checkpoint."""
     by_id: dict[int, Weight] = field(default_factory=dict)
-    """The weights, keyed by the `id` of the tensor object in the module. Weights that another program packed are added once they
-    are unpacked; `weights` does not contain their unpacked values.
+    """The weights, keyed by the `id` of the tensor object in the module. `weights` lacks the values of weights that are unpacked
+    from codes with other names, which can't be cast. They are added here, some of them only when they are unpacked.
     """
 
     @classmethod
@@ -190,6 +191,10 @@ class LiveModel:
             notice = f"compiled by torch.compile: {compiled[0]}{more}; what is compiled runs as it was written"
             rest["notices"] = (*rest.get("notices", ()), notice)
         module.eval().requires_grad_(False)
+        if not has_float64(device):
+            wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
+            if wide is not None:
+                raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             try:
@@ -204,29 +209,31 @@ class LiveModel:
             dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
             for info in infos
         ]
-        unused_infos: list[TensorInfo] = []
+        described, unused_infos = infos, list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
             assert placements is not None
             headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
-            unused_infos = unused(placements, headers, infos, type(module).__name__)
-        weights = {
+            described = without_quantised(infos, headers)
+            unused_infos = unused(placements, headers, described, type(module).__name__)
+        held = {
             info.name: Weight(
                 info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
             )
             for info in infos
         }
         for name, (_, scale) in quantized.items():
-            weights[name].scale = weights[name].stored_scale = scale.to(device)
-        tree = tree_of(module, [*infos, *unused_infos])
+            held[name].scale = held[name].stored_scale = scale.to(device)
+        weights = {info.name: held[info.name] for info in described}
+        tree = tree_of(module, [*described, *unused_infos])
         return cls(
             module,
             title,
             device,
             tree,
             weights,
-            by_id={id(weight.tensor): weight for weight in weights.values()},
+            by_id={id(weight.tensor): weight for weight in held.values()},
             **rest,
         )
 
@@ -251,6 +258,11 @@ class LiveModel:
             for name, weight in self.weights.items()
             if weight.dtype != planned[name] or weight.shares != shared.get(name, ())
         ]
+        wide = next((weight for weight in pending if planned[weight.info.name] == "float64"), None)
+        if wide is not None and not has_float64(self.device):
+            raise UserError(
+                f"{wide.info.name} can't be cast to float64, which {self.device} does not have; use --device cpu"
+            )
         # Weights that return to the mapped data come first, which frees memory before any is allocated.
         pending.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
         try:
@@ -283,10 +295,11 @@ class LiveModel:
         return sums
 
     def _unpacked(self) -> list[torch.Tensor]:
-        """Return the tensors that were added to the module after it was loaded. There are some if another library, such as
-        compressed-tensors, unpacks quantised weights in the first forward pass.
+        """Return the tensors of the module that are unpacked from codes with other names. Libraries such as compressed-tensors may
+        unpack them only in the first forward pass.
         """
-        if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
+        packed = any(weight.info.uncastable_reason is not None for weight in self.weights.values())
+        if not packed and len(self.by_id) == len(self.weights):
             return []
         held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         own = {id(weight.tensor) for weight in self.weights.values()}

@@ -32,6 +32,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.results.coverage import Coverage
+from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
@@ -48,21 +49,6 @@ from dtype_engine.runtime.model.unpacking import unpack
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 OnStep = Callable[[str], None]
-
-
-def pick_device(wanted: str) -> torch.device:
-    """Return the device for "cpu", "cuda" (or "cuda:1") or "auto". Raises UserError if the device is not available."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(wanted)
-    except RuntimeError:
-        raise UserError(f"unknown device {wanted!r}: use cpu, cuda or auto") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {wanted}: this torch ({torch.__version__}) sees no CUDA device; use --device cpu")
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(f"device {wanted!r} is not supported: use cpu, cuda or auto")
-    return device
 
 
 def load(source: Source, options: Options, on_step: OnStep = lambda step: None) -> LiveModel:

@@ -35,7 +35,7 @@ def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[s
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
-    infos = _without_quantised(with_files(infos, checkpoint, placements, headers, own_dtypes=False), headers)
+    infos = without_quantised(with_files(infos, checkpoint, placements, headers, own_dtypes=False), headers)
     return tree_of(module, [*infos, *unused(placements, headers, infos, type(module).__name__)])
 
 
@@ -143,7 +143,7 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
     return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
 
 
-def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+def without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
     """Return the tensors of a module (`infos`) except those that the files hold in another form: as codes and scales under other
     names, in the same module or in the same group of experts. headers: the tensors of the files, keyed by name.
     """

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.device import random_states, set_random_states
 from dtype_engine.runtime.model.torch_private import is_wrapped
 from dtype_engine.runtime.modes.op_tables import (
     Arguments,
@@ -197,16 +198,14 @@ class _BeforeCall:
         self._destination = _destination(name, args, kwargs)
         self._values = None if self._destination is None else self._destination.detach().clone()
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator)]
-        own = [
-            torch.default_generator,
-            *([torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []),
-        ]
-        self._generators = [(generator, generator.get_state()) for generator in (*own, *given)]
+        self._generators = [(generator, generator.get_state()) for generator in given]
+        self._device, self._states = device, random_states(device)
 
     def restore(self) -> None:
         """Restore the tensor and the random number generators as they were before the call."""
         for generator, state in self._generators:
             generator.set_state(state)
+        set_random_states(self._device, self._states)
         if self._destination is None or self._values is None or torch.equal(self._destination, self._values):
             return
         self._destination.copy_(self._values)

@@ -165,6 +165,8 @@ class WeightMode(TorchFunctionMode):
             return None
         if kind is _Kind.IS_FLOAT and key in self.replaced:
             return True
+        if func is torch.Tensor.requires_grad_:
+            self.revealed("torch.func.grad", args, {})
         return func(*args, **kwargs)
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:

@@ -15,10 +15,12 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.device import synchronize
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.candidate import CandidateMode
+from dtype_engine.runtime.modes.other_threads import weights_in_one_thread
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
@@ -202,10 +204,10 @@ class ForwardRunner:
                     if options.around is not None:
                         contexts.enter_context(options.around(mode))
                     contexts.enter_context(mode)
+                    contexts.enter_context(weights_in_one_thread(model.by_id))
                     contexts.enter_context(foreign_code())
                     output = call()
-                if model.device.type == "cuda":
-                    torch.cuda.synchronize(model.device)
+                synchronize(model.device)
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
                     behavior.add_effects(run.effects)

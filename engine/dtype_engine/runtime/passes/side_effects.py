@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtype_engine.runtime.device import random_states
 from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 
 _DEPTH = 6
@@ -29,7 +30,7 @@ class SideEffects:
         self.writers: set[str] = set()
         self._device = device
         self._given: list[tuple[Any, Any, Found]] = []
-        self._drawn = self._generators()
+        self._drawn = random_states(device)
 
     def begin(self, args: Any, kwargs: Any) -> None:
         """Record the state of the arguments with which a module is called."""
@@ -49,11 +50,7 @@ class SideEffects:
 
     def drew_numbers(self) -> bool:
         """Return whether the finished pass drew random numbers, so that its outputs depend on more than the arguments."""
-        return any(not torch.equal(*states) for states in zip(self._drawn, self._generators(), strict=True))
-
-    def _generators(self) -> list[torch.Tensor]:
-        states = [torch.default_generator.get_state()]
-        return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+        return any(not torch.equal(*states) for states in zip(self._drawn, random_states(self._device), strict=True))
 
 
 def _found_in(value: Any) -> Found:

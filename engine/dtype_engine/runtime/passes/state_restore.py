@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
 from collections import deque
 from collections.abc import Collection, Iterator
@@ -10,18 +12,20 @@ from copy import copy
 from enum import Enum
 from numbers import Number
 from operator import is_
-from types import ModuleType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from dtype_engine.runtime.device import same_random_numbers
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import own_tensors, scripted_calls
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
 _CONTAINERS = (list, dict, set, deque, tuple)
+_LruCache = type(functools.cache(int))
 _NO_HOLDERS = (nn.Module, ModuleType, Enum)
 _DEPTH = 6
 """Maximum nesting depth at which containers and objects are inspected."""
@@ -72,25 +76,12 @@ def uncompiled() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Make the block draw the same random numbers in every pass. The generators are restored afterwards."""
-    on_cuda = device.type == "cuda"
-    with torch.random.fork_rng(devices=[device] if on_cuda else []):
-        # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
-        torch.default_generator.manual_seed(0)
-        if on_cuda:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(0)
-        yield
-
-
-@contextmanager
 def left_as_found(
     model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], mode: WeightMode
 ) -> Iterator[None]:
     """Restore the state of `modules` after the block: tensors (parameters, buffers and attributes), numbers, containers and
     objects; and tensors in attributes of the modules' classes and in global variables of the Python modules that define these
-    classes.
+    classes, as well as those that functions in these places keep, for example in a `functools.lru_cache`.
 
     Each pass therefore starts like the first one: values that a model computes from its weights at the first call are computed
     again from the currently cast weights. A model whose state had to be restored is marked as `stateful`.
@@ -124,6 +115,10 @@ class _State:
         """Classes and Python modules, each with a copy of its attributes. If an attribute is a container, its contents are copied,
         too.
         """
+        self._caches: list[Any] = []
+        """The functions with a cache of `functools`."""
+        self._of_functions: list[tuple[Any, Any]] = []
+        """Containers that functions keep, each with a copy of the contents that it had when the state was saved."""
         self._seen: set[int] = set()
 
     def add_module(self, module: nn.Module) -> None:
@@ -144,16 +139,55 @@ class _State:
         holders: list[type | ModuleType] = [*own, *(sys.modules[name] for name in names if name in sys.modules)]
         for holder in holders:
             had = dict(vars(holder))
+            for value in had.values():
+                self._add_function(value)
             self._shared.append(
                 (holder, had, {name: copy(value) for name, value in had.items() if type(value) in _CONTAINERS})
             )
             self.tensors += [value for value in had.values() if isinstance(value, torch.Tensor)]
 
+    def _add_function(self, value: Any) -> None:
+        """Save the containers in which a function may keep tensors: its closure, defaults and attributes. A cache of `functools`
+        whose entries have tensors is cleared now, so that the pass computes them from the current weights.
+        """
+        if isinstance(value, (property, staticmethod, classmethod, functools.cached_property)):
+            value = next(
+                each
+                for each in (getattr(value, name, None) for name in ("fget", "func", "__func__"))
+                if each is not None
+            )
+        if isinstance(value, MethodType):
+            value = value.__func__
+        if isinstance(value, _LruCache):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                self._caches.append(value)
+                if _caches_tensors(value):
+                    value.cache_clear()
+            value = value.__wrapped__
+        if not isinstance(value, FunctionType):
+            return
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        for kept in (*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), vars(value)):
+            if type(kept) in _CONTAINERS and type(kept) is not tuple and id(kept) not in self._seen:
+                self._seen.add(id(kept))
+                self._of_functions.append((kept, copy(kept)))
+            elif isinstance(kept, _LruCache):
+                self._add_function(kept)
+
     def _restore_shared(self) -> bool:
-        """Restore those attributes and containers saved by `add_shared` in which a tensor was added, replaced or removed. Returns
-        whether there were any.
+        """Restore those attributes and containers saved by `add_shared` in which a tensor was added, replaced or removed, and clear
+        the caches that have tensors. Returns whether there were any.
         """
         restored = False
+        for cached in self._caches:
+            if _caches_tensors(cached):
+                cached.cache_clear()
+                restored = True
+        for kept, before in self._of_functions:
+            if not _has_same(kept, before) and (_has_tensor(kept) or _has_tensor(before)):
+                _refill(kept, before)
+                restored = True
         for holder, had, contents in self._shared:
             now = vars(holder)
             for name in [name for name in now.keys() | had.keys() if now.get(name) is not had.get(name)]:
@@ -175,6 +209,8 @@ class _State:
             return
         holders = self._containers
         if type(value) not in _CONTAINERS:
+            if callable(value):
+                self._add_function(value)
             if isinstance(value, _NO_HOLDERS) or callable(value) or not hasattr(value, "__dict__"):
                 return
             value, holders = vars(value), self._named
@@ -222,6 +258,28 @@ def _has_tensor(value: Any, depth: int = _DEPTH) -> bool:
     if type(value) in _CONTAINERS and depth:
         return any(_has_tensor(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
     return isinstance(value, torch.Tensor)
+
+
+def _caches_tensors(cached: Any) -> bool:
+    """Return whether an entry of a cache of `functools` has a tensor, among the arguments or in the result."""
+    if not cached.cache_info().currsize:
+        return False
+    seen, waiting = set[int](), [(cached, _DEPTH)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            return True
+        if depth and id(value) not in seen and not isinstance(value, (type, ModuleType, FunctionType, nn.Module)):
+            seen.add(id(value))
+            waiting += [(each, depth - 1) for each in gc.get_referents(value)]
+    return False
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # the variable has no value yet
+        return False
 
 
 def _is_number(value: Any) -> bool:

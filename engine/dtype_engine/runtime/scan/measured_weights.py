@@ -1,10 +1,10 @@
 """Measures weights whose effect on the output the scan can't follow with gradients, each in a separate pass.
 
-An effect is not followed if the model writes to the weight, reads its values in Python, uses it without gradients, or passes it to
-code whose operations no torch-function mode can intercept. `WeightOpRecorder.unfollowed` holds the weights of the first three
-kinds. A weight of the last kind has an estimate of 0, like a weight that the model does not use. To find out which of these weights
-are used, one pass casts all of them, or as many as fit into memory. If the output changes, further passes cast half of them, and so
-on.
+An effect is not followed if the model writes to the weight, reads its values in Python (and would read others after a cast), uses
+it without gradients, or passes it to code whose operations no torch-function mode can intercept. `WeightOpRecorder.unfollowed`
+holds the weights that it knows to be used so. A weight of the last kind has an estimate of 0, like a weight that the model does not
+use. To find out which of these weights are used, one pass casts all of them, or as many as fit into memory. If the output changes,
+further passes cast half of them, and so on.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.local_errors import PRODUCTS, LocalErrors, summed_in_float32
 from dtype_engine.runtime.scan.routing import Key
+from dtype_engine.runtime.scan.weight_ops import ValueRead
 
 MOST_PASSES = 128
 """Maximum number of passes over a sequence that measure single weights. Each pass measures one weight in one dtype."""
@@ -108,6 +109,16 @@ def measure_unfollowed(
             waiting += [names[middle:], names[:middle]] if middle else []
     _check(found, costly)
     return {(name, dtype): drift({name: dtype}) for name in found for dtype in costly[name]}
+
+
+def read_otherwise(reads: Sequence[ValueRead], costly: Mapping[str, Sequence[str]], errors: LocalErrors) -> set[str]:
+    """Return the weights of which the model's code would read something else in one of their dtypes (`costly`)."""
+    found: set[str] = set()
+    for read in reads:
+        name = read.source[1].weight
+        if name not in found and any(read.differs(errors.cast(name, dtype)) for dtype in costly.get(name, ())):
+            found.add(name)
+    return found
 
 
 def _groups(names: Sequence[str], errors: LocalErrors) -> list[list[str]]:

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 
 import torch
 
+from dtype_engine.runtime.device import for_sums
+
 
 class OutputProbes:
     """Yields the probes for one output. Their mean outer product is the matrix M for which an output error Δ causes a drift
@@ -31,7 +33,7 @@ class OutputProbes:
         rank = len(rows) * (rows.shape[1] - 1) if distribution else rows.shape[1]
         self.complete = rank <= num_probes
         self.count = max(1, rank) if self.complete else num_probes
-        self.normalizer = float(len(rows)) if distribution else float(output.double().square().sum())
+        self.normalizer = float(len(rows)) if distribution else float(for_sums(output).double().square().sum())
         self._rows = rows
 
     def __iter__(self) -> Iterator[torch.Tensor]:
@@ -55,7 +57,7 @@ class OutputProbes:
         if not self.distribution:
             yield from torch.eye(self._rows.shape[1])
             return
-        p = torch.softmax(self._rows.double(), -1)
+        p = torch.softmax(for_sums(self._rows).double(), -1)
         for position, row in enumerate(p):
             values, vectors = torch.linalg.eigh(torch.diag(row) - row[:, None] * row)
             for value, vector in zip(values[1:], vectors.T[1:], strict=True):

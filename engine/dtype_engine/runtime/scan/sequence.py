@@ -19,6 +19,7 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.foreign_code import foreign_code
 from dtype_engine.core.options import ClassesDim
 from dtype_engine.results.drift import unit_for
+from dtype_engine.runtime.device import for_sums
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
@@ -77,6 +78,12 @@ class SequenceScan:
     _count: int = 0
     _last: bool = False
     _measured: int = 0
+    _carrying: bool = False
+    """Whether a backward pass of the scan is running. Hooks are also called by backward passes of the model itself."""
+    _differentiated: set[str] = field(default_factory=set)
+    """The weights of the operations that the model differentiates itself. They act on its gradients in other ways than by the
+    outputs of these operations.
+    """
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
         """Scan the sequence with the number `index` out of `sequences` sequences, and return its sums. Raises NoForward,
@@ -133,7 +140,9 @@ class SequenceScan:
             }
             scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
             followed = {name for (name, _), value in scores.sums.items() if value}
-            found = measure_unfollowed(drift_of, self.costly, mode.unfollowed, followed, self.local)
+            found = measure_unfollowed(
+                drift_of, self.costly, mode.unfollowed | self._differentiated, followed, self.local
+            )
             for key, value in found.items():
                 scores.replace(key, value)
         return scores
@@ -197,6 +206,7 @@ class SequenceScan:
 
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
+            self._carrying = True
             with foreign_code():
                 torch.autograd.backward(output, gradient, retain_graph=retain_graph)
         except (Cancelled, UserError):
@@ -206,8 +216,13 @@ class SequenceScan:
             raise NoForward(
                 f"the scan's backward pass failed: {text}; scan --exact measures each weight without one"
             ) from error
+        finally:
+            self._carrying = False
 
     def _on_gradient(self, operation: WeightOp, index: int, gradient: torch.Tensor) -> None:
+        if not self._carrying:
+            self._differentiated.update(operation.weights)
+            return
         operation.gradients[index].append((self._column, gradient.detach().reshape(-1)))
         if self._last and len(operation.outputs) == 1:
             self._measure(operation)
@@ -236,8 +251,8 @@ class SequenceScan:
             self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
             self._independent[weight] = torch.zeros(shape[0], 1 + len(self._samples), dtype=torch.float64)
         errors = errors.to(gradients.stacked.dtype)
-        self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).double().cpu())
-        apart = torch.mm(errors.square_(), gradients.squares.T).double().cpu()
+        self._sums[weight].index_add_(1, gradients.columns, torch.mm(errors, gradients.stacked.T).cpu().double())
+        apart = torch.mm(errors.square_(), gradients.squares.T).cpu().double()
         self._independent[weight].index_add_(1, gradients.square_columns, apart)
 
 
@@ -282,7 +297,7 @@ class _Reference:
 
     def __init__(self, output: torch.Tensor, distribution: bool) -> None:
         self.distribution = distribution
-        self.values = output.double()
+        self.values = for_sums(output).double()
         if distribution:
             self.log_p = torch.log_softmax(self.values, -1)
             self.p = self.log_p.exp()
@@ -292,9 +307,9 @@ class _Reference:
         or infinity if the sum is not finite.
         """
         if not self.distribution:
-            total = float((other.double() - self.values).square().sum())
+            total = float((for_sums(other).double() - self.values).square().sum())
         else:
             # If p is 0, the term is 0 for any q.
-            gained = (self.log_p - torch.log_softmax(other.double(), -1)).mul_(self.p)
+            gained = (self.log_p - torch.log_softmax(for_sums(other).double(), -1)).mul_(self.p)
             total = float(torch.where(self.p > 0, gained, 0.0).sum())
         return max(0.0, total) if math.isfinite(total) else math.inf

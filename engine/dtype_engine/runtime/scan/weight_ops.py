@@ -5,8 +5,10 @@ A pass under `WeightOpRecorder` computes the reference with an autograd graph. T
 arguments, and puts a hook on the output that receives the gradient in the backward pass. The recorder needs no knowledge of modules
 or architectures.
 
-Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, or the model writes to its
-memory. The names of these weights are in `unfollowed`.
+Some uses of a weight can't be followed to the output: Python reads its values, gradients are off, the model writes to its memory,
+or computes gradients itself. The names of these weights are in `unfollowed`.
+
+Activations are followed where the model detaches them from the graph, since what is computed from them still depends on weights.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, version_of
+from dtype_engine.runtime.model.torch_private import base_of, is_wrapped, unwrapped, version_of
 from dtype_engine.runtime.modes.op_tables import (
     TENSOR_PROPERTIES,
     Arguments,
@@ -32,6 +34,8 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
+_COPIES_VALUES = frozenset({"numpy", "__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"})
+"""Calls that torch refuses for a tensor with a graph, which activations have only in a scan."""
 _NO_VALUES = (str, torch.dtype, torch.Size, torch.device, type(None))
 """Types of results that say nothing about a weight's values, such as its shape or dtype. A weight is not `unfollowed` because of an
 operation with such a result.
@@ -91,11 +95,32 @@ class WeightOp:
         self.versions = [version_of(tensor) for tensor in self._held()]
 
 
+@dataclass(frozen=True, slots=True)
+class ValueRead:
+    """A call with one tensor, computed from a weight, that gave the model's code a truth value or an integer, for example because
+    the code checks that all values are finite.
+    """
+
+    func: Any
+    args: Arguments
+    kwargs: dict[str, Any]
+    source: tuple[int, WeightOrigin]
+    """The `id` of the tensor among the arguments, and how it was computed."""
+    answer: bool | int
+
+    def differs(self, value: torch.Tensor) -> bool:
+        """Return whether the model's code would have got another answer if the weight had these values."""
+        key, origin = self.source
+        args, kwargs = replace_tensors(self.args, self.kwargs, {key: origin.remake(value)})
+        return bool(self.func(*args, **kwargs) != self.answer)
+
+
 class WeightOpRecorder(ReferenceMode):
     """Runs the reference with an autograd graph and records every operation that uses a weight.
 
     `topk_calls` holds the `topk` calls whose scores depend on a weight. `dtype_read` holds the weights of operations whose output
-    dtype the model's code has read. `unfollowed` holds the weights that were used in a way that could not be recorded.
+    dtype the model's code has read. `unfollowed` holds the weights that were used in a way that could not be recorded. `answers`
+    holds what the code has read of the values of other weights.
 
     wanted: the weights whose operations are recorded. copies: the operations whose tensors are copied, because the model overwrites
     them later, as indexes in the order of the pass. on_gradient: called in the backward pass as `on_gradient(operation, index of
@@ -119,6 +144,8 @@ class WeightOpRecorder(ReferenceMode):
         self.dtype_read: list[str] = []
         self.unfollowed: set[str] = set()
         """The weights that the model used in a way that the recorder could not follow to the output."""
+        self.answers: list[ValueRead] = []
+        """What the model's code has read of the values of weights, where other values may give the same answer."""
         self._own_dtypes_read: set[str] = set()
         """The weights whose `dtype` the model's code has read since the last recorded operation."""
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
@@ -133,6 +160,14 @@ class WeightOpRecorder(ReferenceMode):
         self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}
         self._topk_count = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.requires_grad_ and args[0].grad_fn is not None:
+            args[0].retain_grad()  # for the model, which has detached it, it is the start of a graph
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
 
     @property
     def overwritten(self) -> frozenset[int]:
@@ -151,6 +186,23 @@ class WeightOpRecorder(ReferenceMode):
             return self._write(written, func, name, args, kwargs)
         args, kwargs = self.revealed(name, args, kwargs)
         tensors = tensors_in(args, kwargs)
+        if any(tensor.grad_fn is not None for tensor in tensors):
+            if name == "detach":
+                return args[0].view_as(args[0])
+            if name in _COPIES_VALUES:
+                self.unfollowed.update(weight for operation in self.operations for weight in operation.weights)
+                args, kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.detach() for tensor in tensors})
+            elif "create_graph" in kwargs:  # the gradient that the model computes depends on activations
+                kwargs = {**kwargs, "create_graph": True}
+            elif not torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+                with torch.enable_grad():
+                    return self._run_recorded(func, name, args, kwargs, tensors)
+        return self._run_recorded(func, name, args, kwargs, tensors)
+
+    def _run_recorded(
+        self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any], tensors: list[torch.Tensor]
+    ) -> Any:
+        """Run a call that does not write to a weight, and record it if it uses weights. tensors: those among the arguments."""
         sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
         replaced = {key: self.weights[key] for tensor in tensors if (key := id(tensor)) in self.replaced}
         values = self.current_values(replaced, None, name)
@@ -216,6 +268,8 @@ class WeightOpRecorder(ReferenceMode):
         answer = super().read_property(func, args)
         source = self._source(args[0])
         if source is None:
+            if func.__self__ is torch.Tensor.data and args[0].grad_fn is not None:
+                return args[0].view_as(args[0])
             if func.__self__ is torch.Tensor.dtype and id(args[0]) in self._given:
                 self.dtype_read += self._given[id(args[0])][1].weights
         elif func.__self__ is torch.Tensor.dtype:
@@ -268,7 +322,10 @@ class WeightOpRecorder(ReferenceMode):
             self._by_location.pop(_location(given[0]), None)
         floats = [tensor for tensor in results if tensor.is_floating_point()]
         if ("out" in kwargs or not floats) and not isinstance(output, _NO_VALUES):
-            self.unfollowed |= names
+            if isinstance(output, (bool, int)) and len(tensors_in(args, kwargs)) == len(sources) == 1:
+                self.answers.append(ValueRead(func, args, kwargs, next(iter(sources.items())), output))
+            else:
+                self.unfollowed |= names
         if not floats or not names & self.wanted:
             return output
         # Nothing before the first operations requires a gradient, so adding `_start` (0) makes their outputs require one.
@@ -299,8 +356,10 @@ class WeightOpRecorder(ReferenceMode):
             self._given[id(tensor)] = tensor, operation
             if tensor.requires_grad:
                 tensor.register_hook(partial(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
-        if not any(tensor.requires_grad for tensor in tapped):
-            self.unfollowed |= names  # the model runs this operation without gradients
+        if not any(tensor.requires_grad for tensor in tapped) or any(unwrapped(tensor)[1] is None for tensor in tapped):
+            self.unfollowed |= (
+                names  # the model runs this operation without gradients, or in a `torch.func.grad` of its own
+            )
         return output
 
     def _of_one_weight(

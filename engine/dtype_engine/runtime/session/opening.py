@@ -16,7 +16,7 @@ from dtype_engine.core.opening_progress import READING_INPUTS
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.load import OnStep, load, pick_device
+from dtype_engine.runtime.model.load import OnStep, load
 from dtype_engine.runtime.session.session import Session
 
 
@@ -69,7 +69,7 @@ def open_session(
     use_threads(options.threads)
     given = from_values(inputs, "inputs") if inputs is not None else None
     if isinstance(model, nn.Module):
-        device = next((tensor.device for tensor in model.parameters()), pick_device("cpu"))
+        device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         live = LiveModel.wrap(model, type(model).__name__, device)
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)

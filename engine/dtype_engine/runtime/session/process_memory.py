@@ -14,6 +14,7 @@ import torch
 
 from dtype_engine.recipe import Plan
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.runtime.device import allocated_bytes, reset_peak
 from dtype_engine.runtime.model.live import LiveModel
 
 _KIB = 1024
@@ -54,8 +55,7 @@ def reset_peak_rss() -> None:
 def reset_peaks(device: torch.device) -> None:
     """Reset the peak memory of the process and of a device."""
     reset_peak_rss()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
+    reset_peak(device)
 
 
 def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
@@ -78,14 +78,9 @@ def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | N
         kept_bytes=kept,
         kept_budget_bytes=budget,
     )
-    device = model.device
-    if device.type != "cuda":
-        return stats
+    allocated, reserved, peak = allocated_bytes(model.device)
     return dataclasses.replace(
-        stats,
-        device_allocated_bytes=torch.cuda.memory_allocated(device),
-        device_reserved_bytes=torch.cuda.memory_reserved(device),
-        device_peak_bytes=torch.cuda.max_memory_allocated(device),
+        stats, device_allocated_bytes=allocated, device_reserved_bytes=reserved, device_peak_bytes=peak
     )
 
 

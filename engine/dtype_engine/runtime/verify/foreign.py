@@ -116,8 +116,14 @@ def compare_foreign(
             ours = _of_values(of_module(load(source, options).module))
         pairs = _Pairs(theirs, ours, describe(source, options, checkpoint).tree)
         if not pairs.same and not pairs.undecoded:
+            of_llama_cpp = [each is not None and each.form == "gguf" for each in (other, checkpoint)]
+            why = (
+                ": GGUF has llama.cpp's names, which are not mapped to those of transformers yet"
+                if any(of_llama_cpp) and not all(of_llama_cpp)
+                else ", so there is nothing to compare"
+            )
             raise UserError(
-                f"{path} and {source.title} have no tensor's name in common, so there is nothing to compare: the first are "
+                f"{path} and {source.title} have no tensor's name in common{why}; the first names are "
                 f"{printable(next(iter(theirs.stored)))} and {printable(next(iter(ours.stored)))}"
             )
         sizes = {name: _nbytes(*theirs.stored[name]) for name in pairs.same}

@@ -21,6 +21,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.runtime.modes.reference import reference_value
 from dtype_engine.runtime.verify.verify import verify
 
 SMALL = {
@@ -274,29 +275,44 @@ def test_where_transformers_does_not_it_is_said(dtype: str, source: tuple[str, P
         transformers.AutoModelForCausalLM.from_pretrained(out)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "said"),
-    [
-        (
-            "int4@g32",
-            "transformers unpacks 6 weights in 16 bits, first model.layers.0.mlp.experts.0.down_proj.weight_packed",
-        ),
-        ("float8_e4m3fn", None),
-        ("nvfp4", "transformers leaves out the scale model.layers.0.mlp.experts.0.down_proj.weight_global_scale"),
-    ],
-)
-def test_experts_of_another_program_are_measured_told_or_refused(dtype: str, said: str | None, tmp_path: Path) -> None:
-    """Without its own metadata an export is any checkpoint of compressed-tensors."""
+@pytest.mark.parametrize(("dtype", "rounded"), [("int4@g32", torch.bfloat16), ("float8_e4m3fn", torch.float32)])
+def test_experts_of_another_program_are_unpacked_in_float32(dtype: str, rounded: torch.dtype, tmp_path: Path) -> None:
+    """Without its own metadata an export is any checkpoint of compressed-tensors. The candidate has what transformers unpacks."""
     pytest.importorskip("compressed_tensors", "0.20")
-    folder, out = saved("qwen", tmp_path / "source", width=32, count=2), tmp_path / "out"
+    folder, out = saved("qwen", tmp_path / "source", width=32, count=11), tmp_path / "out"
     export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", dtype),)), out)
     save_file(load_file(out / "model.safetensors"), out / "model.safetensors", {"format": "pt"})
-    if dtype == "nvfp4":
-        with pytest.raises(NoForward, match=said):
-            de.open(str(out)).drift()
-        return
-    notices = [notice.partition(", so")[0] for notice in de.open(str(out)).model.notices if "in 16 bits" in notice]
-    assert notices == ([] if said is None else [said])
+    session, values = opened(out), by_hand(out)
+    held = {weight.info.name: weight for weight in session.model.by_id.values()}
+    for packed, parts in PACKED.items():
+        weight = held[f"model.layers.0.mlp.experts.{packed}"]
+        expected = torch.stack(
+            [
+                torch.cat([values[f"model.layers.0.mlp.experts.{index}.{name}.weight"] for name, _ in parts])
+                for index in range(11)
+            ]
+        )
+        assert torch.equal(reference_value(weight, torch.device("cpu")), expected)
+        assert weight.tensor.dtype == rounded
+        assert torch.equal(weight.tensor, expected.to(rounded))
+    assert not [notice for notice in session.model.notices if "in 16 bits" in notice]
+    session.cast("*", "float16")
+    assert all(weight.tensor.dtype == rounded for name, weight in held.items() if ".experts." in name)
+    (said,) = (notice for notice in session.drift().notices if "which no rule casts" in notice)
+    assert said.startswith("the rules match quantised weights of 3")
+    assert "part of a weight that is quantised by compressed-tensors" in said
+    with pytest.raises(UserError, match=r"matches (nothing in this model|only tensors that it does not cast)"):
+        session.cast("*.gate_up_proj", "float16")
+
+
+def test_experts_whose_scale_is_left_out_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", "0.20")
+    folder, out = saved("qwen", tmp_path / "source", width=32, count=2), tmp_path / "out"
+    export_checkpoint(open_checkpoint(folder), "moe", Recipe((Rule("*.experts", "nvfp4"),)), out)
+    save_file(load_file(out / "model.safetensors"), out / "model.safetensors", {"format": "pt"})
+    said = "transformers leaves out the scale model.layers.0.mlp.experts.0.down_proj.weight_global_scale"
+    with pytest.raises(NoForward, match=said):
+        de.open(str(out)).drift()
 
 
 def test_blocks_that_reach_from_one_part_into_the_next_are_refused(tmp_path: Path) -> None:

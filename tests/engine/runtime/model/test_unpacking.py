@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import dtype_engine as de
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
 
 def of_another_program(source: Path, folder: Path, dtype: str) -> dict[str, torch.Tensor]:
     """An export without the metadata of this program, with scales in bfloat16 as llm-compressor writes them."""
@@ -29,10 +31,16 @@ def of_another_program(source: Path, folder: Path, dtype: str) -> dict[str, torc
 
 
 def by_hand(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights in float32: codes times scales; codes of four bits have the lowest bits first, and 8 is zero."""
+    """The weights in float32: codes times scales; codes of four bits have the lowest bits first, and of integers 8 is zero."""
     found = {}
     for name, tensor in tensors.items():
-        if name.endswith("weight_packed"):
+        if name.endswith("weight_packed") and tensor.dtype == torch.uint8:
+            codes = E2M1[torch.stack((tensor & 15, tensor >> 4), -1).flatten(1).long()]
+            scale = (
+                tensors[name.replace("_packed", "_scale")].float() / tensors[name.replace("_packed", "_global_scale")]
+            )
+            found[name.removesuffix("_packed")] = codes * scale.repeat_interleave(16, 1)
+        elif name.endswith("weight_packed"):
             bits = torch.arange(0, 32, 4, dtype=torch.int32)
             codes = ((tensor[..., None] >> bits) & 15).flatten(1).float() - 8
             scale = tensors[name.replace("_packed", "_scale")].float()
@@ -43,7 +51,7 @@ def by_hand(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("dtype", ["int4@g32", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("dtype", ["int4@g32", "int8", "float8_e4m3fn", "nvfp4"])
 def test_the_reference_has_the_values_that_codes_and_scales_give(
     dtype: str, make_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -66,12 +74,9 @@ def test_the_reference_has_the_values_that_codes_and_scales_give(
     assert report.output.sqnr_db == pytest.approx(20 * float((r.norm() / (r - c).norm()).log10()), rel=1e-6)
     bytes_of_layers = sum(tensor.numel() for name, tensor in weights.items() if "_proj" in name) * 2
     assert session.model.resident_bytes > bytes_of_layers
-    assert not report.notices
-
-
-def test_a_weight_that_is_unpacked_in_16_bits_is_told(make_llama: Callable[..., Path], tmp_path: Path) -> None:
-    of_another_program(make_llama(dtype="bfloat16", intermediate_size=64), tmp_path / "out", "nvfp4")
-    found = [notice for notice in de.open(str(tmp_path / "out")).model.notices if "in 16 bits" in notice]
-    assert [notice.partition(", so")[0] for notice in found] == [
-        "transformers unpacks 14 weights in 16 bits, first model.layers.0.self_attn.q_proj.weight"
-    ]
+    assert [notice for notice in report.notices if "declares as rounded" not in notice] == []
+    session.cast("*", "float16")
+    (said,) = (notice for notice in session.drift().notices if "which no rule casts" in notice)
+    assert said.startswith(
+        "the rules match quantised weights of 14 modules, which no rule casts: they stay as stored (first "
+    )

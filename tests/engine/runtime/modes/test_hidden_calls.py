@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+
 import pytest
 import torch
 from torch import nn
@@ -180,8 +183,68 @@ def test_a_weight_in_a_gradient_of_the_model_is_refused_by_name() -> None:
     session = de.open(Differentiates(), inputs=(torch.randn(5, 8),))
     assert session.drift().output.max_abs == 0
     session.cast("gate", "fp8")
-    with pytest.raises(de.NoForward, match=r"gives gate to mul .* only with this weight in float32"):
-        session.drift()
+    for dtype in ("fp8", "int8"):  # torch itself refuses a gradient with respect to integers
+        session.cast("gate", dtype)
+        with pytest.raises(de.NoForward, match=r"gives gate to [\w.]+ in a way .* only with this weight in float32"):
+            session.drift()
+
+
+class InAPool(nn.Module):
+    """Runs two layers at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with ThreadPoolExecutor(2) as pool:
+            one, two = pool.map(lambda layer: layer(x), [self.one, self.two])
+        return one + two
+
+
+POOL = ThreadPoolExecutor(1)
+POOL.submit(int).result()  # its thread runs before any pass
+
+
+class InAPoolOfItsOwn(InAPool):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return POOL.submit(functional.linear, x, self.one.weight).result() + self.two(x)
+
+
+class InAThread(InAPool):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+        thread = Thread(target=lambda: found.append(self.one(x)))
+        thread.start()
+        thread.join()
+        return self.two(x) + found[0]
+
+
+@pytest.mark.parametrize("kind", [InAPool, InAPoolOfItsOwn, InAThread])
+def test_a_weight_in_another_thread_is_refused_by_name(
+    kind: type[nn.Module], capfd: pytest.CaptureFixture[str]
+) -> None:
+    session = de.open(kind(), inputs=(torch.randn(5, 8),))
+    session.cast("*.weight", "int8")
+    for measure in (session.drift, session.scan):
+        with pytest.raises(de.NoForward, match=r"the model uses (one|two)\.weight in another thread .* forward call"):
+            measure()
+    assert "Traceback" not in capfd.readouterr().err
+
+
+class WorksInAThread(InAPool):
+    """Another thread has no part in what the weights do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = POOL.submit(torch.mul, x, 0.5)
+        return self.one(x) + self.two(half.result())
+
+
+def test_work_without_weights_may_be_in_another_thread() -> None:
+    session = de.open(WorksInAThread(), inputs=(torch.randn(5, 8),))
+    session.cast("*.weight", "int8")
+    assert 20 < session.drift().output.sqnr_db < 80
+    assert POOL.submit(torch.mul, session.model.module.one.weight.float(), 2.0).result().shape == (8, 8)
 
 
 class MixedInside(nn.Module):

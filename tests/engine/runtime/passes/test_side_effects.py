@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
 from collections.abc import Callable
@@ -513,7 +514,74 @@ def keeps_in_its_class() -> nn.Module:
     return KeepsInItsClass()
 
 
-CHANGE_THEMSELVES = [KeepsInAnObject, MakesABuffer, Rescales, Merges, keeps_in_its_class]
+@functools.lru_cache(maxsize=4)
+def softmax_of(weight: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (weight.float().t().softmax(0),)
+
+
+class Turns(Layers):
+    """Multiplies activations by a matrix that it makes of a weight once. A subclass says where it is kept."""
+
+    def turned(self) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head((self.two(x).float() @ self.turned()).to(x.dtype))
+
+
+class CachesInAFunction(Turns):
+    def turned(self) -> torch.Tensor:
+        return softmax_of(self.one.weight)[0]
+
+
+class CachesInAProperty(Turns):
+    @property
+    @functools.cache  # noqa: B019
+    def matrix(self) -> torch.Tensor:
+        return self.one.weight.float().t().softmax(0)
+
+    def turned(self) -> torch.Tensor:
+        return self.matrix
+
+
+class CachesInAnAttribute(Turns):
+    def __init__(self) -> None:
+        super().__init__()
+        self.get = functools.cache(lambda: self.one.weight.float().t().softmax(0))
+
+    def turned(self) -> torch.Tensor:
+        return self.get()
+
+
+class CachesInAClosure(Turns):
+    def __init__(self) -> None:
+        super().__init__()
+        kept: list[torch.Tensor] = []
+
+        def get() -> torch.Tensor:
+            if not kept:
+                kept.append(self.one.weight.float().t().softmax(0))
+            return kept[0]
+
+        self.turned = get  # type: ignore[method-assign]
+
+
+def caches_in_a_default() -> nn.Module:
+    """Each model has a function of its own."""
+
+    class CachesInADefault(Turns):
+        def turned(self, kept: list[torch.Tensor] = []) -> torch.Tensor:  # noqa: B006
+            if not kept:
+                kept.append(self.one.weight.float().t().softmax(0))
+            return kept[0]
+
+    return CachesInADefault()
+
+
+CHANGE_THEMSELVES = [
+    KeepsInAnObject, MakesABuffer, Rescales, Merges, keeps_in_its_class, CachesInAFunction, CachesInAProperty,
+    CachesInAnAttribute, CachesInAClosure, caches_in_a_default,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64", "int8"])

@@ -99,9 +99,50 @@ class Maps(Uses):
         return torch.vmap(torch.mul, (None, 0))(self.inner(x), self.weight).sum(0)
 
 
+class Detaches(Uses):
+    """Activations reach the output detached from the graph, and attached as well."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            apart = torch.tanh(x @ self.weight)
+        return self.inner(x) + 2 * x.detach() + x.data.sin() + apart
+
+
+class CopiesValues(Uses):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, self.weight) + torch.from_numpy(self.inner(x).detach().numpy()).cos()
+
+
+class TakesAGradient(Uses):
+    """The output is a gradient with respect to activations, as forces are of an energy."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            start = x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.energy(start), start)
+        return x + slope
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x)).square().sum()
+
+
+class TakesAGradientOfItsOwn(TakesAGradient):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.func.grad(self.energy)(x)
+
+
+class GoesBackward(TakesAGradient):
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            start = x.detach().clone().requires_grad_()
+            self.energy(start).backward()
+        assert start.grad is not None
+        return x + start.grad
+
+
 KINDS = [
-    WritesThroughData, SetsData, WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex,
-    Chooses, Maps,
+    Detaches, CopiesValues, TakesAGradient, TakesAGradientOfItsOwn, GoesBackward, WritesThroughData, SetsData,
+    WritesOneIntoAnother, MakesAParameter, Copies, WithoutGradients, Reads, Fills, Complex, Chooses, Maps,
 ]  # fmt: skip
 INPUTS = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
@@ -118,6 +159,7 @@ def by_hand(kind: type[Uses], name: str) -> float:
     return float((module(INPUTS).double() - reference).square().sum() / reference.square().sum())
 
 
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_score_of_a_weight_without_a_gradient_is_what_plain_torch_gives(kind: type[Uses]) -> None:
     session = de.open(kind(), inputs=(INPUTS,))
@@ -136,6 +178,33 @@ def test_many_weights_without_a_gradient_are_refused_by_name(monkeypatch: pytest
     monkeypatch.setattr(measured_weights, "MOST_PASSES", 1)
     with pytest.raises(de.UserError, match=r"such as [\w.]+, act on the output without a gradient.*scan --exact"):
         session.scan(["int8"])
+
+
+class ChecksValues(Uses):
+    """Refuses to run with values that are not finite, and counts large ones."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.parameters():
+            if not torch.isfinite(weight).all():
+                raise ValueError
+        return super().forward(x)
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * int((self.weight > self.weight.max() * 0.9995).sum())
+
+
+def test_checks_of_values_that_a_cast_does_not_change_cost_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = de.open(ChecksValues(), inputs=(INPUTS,))
+    monkeypatch.setattr(measured_weights, "MOST_PASSES", 3)
+    scores = session.scan(["int8"], draws=200).scores()
+    for name in session.model.weights:
+        assert scores[name, "int8"] == pytest.approx(by_hand(ChecksValues, name), rel=0.35, abs=1e-13), name
+    assert by_hand(ChecksValues, "weight") == 0
+    weight = session.model.module.weight.data
+    row, column = divmod(int(weight.argmax()), 8)
+    weight[row, column - 1] = weight.max() * 0.999
+    counted = de.open(session.model.module, inputs=(INPUTS,)).scan(["int8"], draws=4).scores()
+    assert counted["weight", "int8"] > 0.1, "in int8, two values are the largest"
 
 
 def test_weights_that_a_model_does_not_use_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,14 +267,39 @@ def test_nonsense_is_one_line(make_llama: Callable[..., Path], tmp_path: Path, c
     save_file({"x.weight": torch.ones(2)}, tmp_path / "x.safetensors")
     (tmp_path / "cut.safetensors").write_bytes(b"\x00")
     cases = {
-        ("x.safetensors",): "no tensor's name in common, so there is nothing to compare: the first are x.weight and ",
+        (
+            "x.safetensors",
+        ): "no tensor's name in common, so there is nothing to compare; the first names are x.weight and ",
         ("cut.safetensors",): "cut.safetensors",
         ("nowhere",): "there is no folder",
         ("x.safetensors", "--drift"): "is no export of this program: --drift is only for these",
         ("x.safetensors", "--workers", "2"): "is no export of this program: --workers is only for these",
     }
+    capsys.readouterr()
     for (name, *more), said in cases.items():
         assert run(cli, "dtype-engine", ["verify", str(tmp_path / name), "--against", str(source), *more]) == 2
         error = capsys.readouterr().err
         assert said in error
+        assert error.count("\n") == 1
+
+
+def test_names_of_llama_cpp_are_not_mapped_yet(make_llama: Callable[..., Path], tmp_path: Path, capsys: Any) -> None:
+    import gguf
+
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.ones((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    source = str(make_llama())
+    capsys.readouterr()
+    for one, other in ((str(tmp_path / "x.gguf"), source), (source, str(tmp_path / "x.gguf"))):
+        assert run(cli, "dtype-engine", ["verify", one, "--against", other]) == 2
+        error = capsys.readouterr().err
+        assert (
+            "no tensor's name in common: GGUF has llama.cpp's names, which are not mapped to those of transform"
+            in error
+        )
+        assert "token_embd.weight" in error
         assert error.count("\n") == 1

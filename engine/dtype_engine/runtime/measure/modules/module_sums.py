@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.runtime.device import for_sums
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_chunks, sums_of_any, widen
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
@@ -64,7 +65,7 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor, kept: torc
         return ModuleSums.not_comparable(reference, candidate)
     if kept is not None:
         reference, candidate = reference[kept], candidate[kept]
-    reference, candidate = reference.detach().reshape(-1), candidate.detach().reshape(-1)
+    reference, candidate = (for_sums(output.detach()).reshape(-1) for output in (reference, candidate))
 
     def sums_of(chunk: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
         r, delta = buffers

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dtype_engine.runtime.device import for_sums
 from dtype_engine.runtime.numerics.compare.element_sums import (
     ElementSums,
     element_sums,
@@ -67,11 +68,13 @@ class SequenceFigures:
 def sequence_figures(
     reference: torch.Tensor, candidate: torch.Tensor, distribution: bool, labels: torch.Tensor | None = None
 ) -> SequenceFigures:
-    """Return the comparison of two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device.
+    """Return the comparison of two outputs [rows, width] of any floating dtypes. The computation runs on the candidate's device, or
+    on the CPU if the device has no float64.
 
     distribution: whether the outputs are logits over classes. labels: the id of the correct next token for each row, int64 [rows],
     or -100 for none.
     """
+    reference, candidate = for_sums(reference), for_sums(candidate)
     count, width = candidate.shape
     if not distribution:
         return SequenceFigures(count, element_sums(reference, candidate), None)

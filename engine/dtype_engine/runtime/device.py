@@ -1,0 +1,114 @@
+"""Devices: the CPU, and the accelerator of this torch build and machine (CUDA, MPS, XPU, ...), through torch's general API."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from dtype_engine.core.errors import UserError
+
+
+def pick_device(wanted: str) -> torch.device:
+    """Return the device for "cpu", "auto" (CUDA if it works, else the CPU), or the name of an accelerator, such as "cuda:1" or
+    "mps".
+
+    Raises UserError if this machine lacks the device.
+    """
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError:
+        device = torch.device("meta")
+    here = torch.accelerator.current_accelerator(check_available=True)
+    kinds = ["cpu", *([here.type] if here is not None else [])]
+    if device.type not in kinds:
+        raise UserError(
+            f"no device {wanted!r} here: torch {torch.__version__} has {' and '.join(kinds)} on this machine; use --device auto or "
+            f"{' or '.join(kinds)}"
+        )
+    count = 1 if device.type == "cpu" else torch.accelerator.device_count()
+    if device.index is not None and device.index >= count:
+        raise UserError(f"no device {wanted!r} here: {device.type} has {count}, which are counted from 0")
+    return device
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has finished its work. The CPU works in order anyway."""
+    if device.type == "mps":
+        torch.mps.synchronize()
+    else:
+        _ask(device, "synchronize")
+
+
+def reset_peak(device: torch.device) -> None:
+    """Reset the peak of a device's memory, if the device counts it."""
+    _ask(device, "reset_peak_memory_stats")
+
+
+def allocated_bytes(device: torch.device) -> tuple[int | None, int | None, int | None]:
+    """Return the bytes of a device's memory that tensors take, that torch reserves, and the peak of the first. None: not known."""
+    allocated = _ask(device, "memory_allocated")
+    if allocated is None and device.type == "mps":
+        return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory(), None
+    return allocated, _ask(device, "memory_reserved"), _ask(device, "max_memory_allocated")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free bytes of a device's memory, or None for the CPU and for a device that does not tell."""
+    found = _ask(device, "mem_get_info")
+    return None if found is None else found[0]
+
+
+def _ask(device: torch.device, name: str) -> Any:
+    """Call a function of a device's module in torch. Returns None if the device is the CPU or has no such function."""
+    function = None if device.type == "cpu" else getattr(torch.get_device_module(device), name, None)
+    return None if function is None else function(device)
+
+
+@functools.cache
+def has_float64(device: torch.device) -> bool:
+    """Return whether a device computes in float64. Apple's MPS does not."""
+    try:
+        return bool((torch.ones(1, device=device).to(torch.float64) * 2).sum() == 2)
+    except (TypeError, RuntimeError):
+        return False
+
+
+def for_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor where figures can be computed of it in float64: on its own device, or on the CPU."""
+    return tensor if tensor.device.type == "cpu" or has_float64(tensor.device) else tensor.cpu()
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """Return the states of the random number generators of the CPU and of a device."""
+    states = [torch.default_generator.get_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def set_random_states(device: torch.device, states: list[torch.Tensor]) -> None:
+    """Set the states of the random number generators that `random_states` returned."""
+    torch.default_generator.set_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Make the block draw the same random numbers in every pass. The generators are restored afterwards."""
+    states = random_states(device)
+    try:
+        # Not torch.manual_seed: before CUDA is initialised, it would queue one more call in every pass.
+        torch.default_generator.manual_seed(0)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
+        elif device.type != "cpu":
+            torch.get_device_module(device).manual_seed(0)
+        yield
+    finally:
+        set_random_states(device, states)

@@ -1,0 +1,90 @@
+"""Refuses weights in other threads than that of the forward pass, because torch-function modes act on their own thread alone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from torch.overrides import TorchFunctionMode
+
+from dtype_engine.core.errors import NoForward
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.op_tables import tensors_in
+
+
+class _RefusesWeights(TorchFunctionMode):
+    """Raises NoForward for a torch call with a weight, and appends the error to `refused`."""
+
+    def __init__(self, weights: Mapping[int, Weight], refused: list[NoForward]) -> None:
+        super().__init__()
+        self._weights = weights
+        self._refused = refused
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for tensor in tensors_in(args, kwargs or {}):
+            if (weight := self._weights.get(id(tensor))) is not None:
+                self._refused.append(
+                    NoForward(
+                        f"the model uses {weight.info.name} in another thread ({threading.current_thread().name}) than that of its "
+                        "forward pass, where casts have no effect: let forward call the layers itself, one after the other"
+                    )
+                )
+                raise self._refused[-1]
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def weights_in_one_thread(weights: Mapping[int, Weight]) -> Iterator[None]:
+    """While the block runs, refuse weights in threads and thread pools to which its own thread gives work.
+
+    weights: the model's weights, by the `id` of the tensor. Raises NoForward that names the weight, whatever else was raised.
+    """
+    own, refused = threading.get_ident(), list[NoForward]()
+    threads: Any = threading.Thread
+    pools: Any = ThreadPoolExecutor
+    start, submit = threads.start, pools.submit
+
+    def guarded(work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with _RefusesWeights(weights, refused):
+                return work(*args, **kwargs)
+
+        return run
+
+    def start_guarded(thread: threading.Thread) -> None:
+        run = thread.run
+
+        def quietly() -> None:
+            try:
+                guarded(run)()
+            except NoForward:  # the block raises it
+                return
+
+        if threading.get_ident() == own and not _is_of_pool(thread):
+            thread.run = quietly  # type: ignore[method-assign]
+        start(thread)
+
+    def submit_guarded(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return submit(pool, guarded(work) if threading.get_ident() == own else work, *args, **kwargs)
+
+    threads.start, pools.submit = start_guarded, submit_guarded
+    try:
+        yield
+    except Exception:
+        if refused:
+            raise refused[0] from None
+        raise
+    finally:
+        threads.start, pools.submit = start, submit
+    if refused:
+        raise refused[0]
+
+
+def _is_of_pool(thread: threading.Thread) -> bool:
+    """Return whether a thread was made by a pool, which outlives the pass and gets its work by `submit`."""
+    return getattr(getattr(thread, "_target", None), "__module__", "") == "concurrent.futures.thread"

@@ -1,0 +1,81 @@
+"""Devices: on an accelerator without float64, made in pure Python, everything runs and has the figures of the CPU."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers import preloaded
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.runtime.device import free_bytes, has_float64, pick_device
+
+NAMES = ("auto", "cpu", "fake", "fake:0", "fake:1", "mps", "nonsense")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What is found in a process of its own, since torch keeps a device for good."""
+    folder = tmp_path_factory.mktemp("model")
+    program = preloaded.run(preloaded.module("tests.helpers.on_accelerator"), str(folder), *NAMES)
+    assert program.returncode == 0, program.stderr
+    read: dict[str, Any] = json.loads(program.stdout.splitlines()[-1])
+    return read
+
+
+def test_drift_and_causes_are_those_of_the_cpu(found: dict[str, Any]) -> None:
+    fake, cpu = found["fake"], found["cpu"]
+    assert (fake["device"], cpu["device"]) == ("fake", "cpu")
+    assert fake["drift"].keys() == cpu["drift"].keys()
+    for dtype, figures in fake["drift"].items():
+        assert figures == pytest.approx(cpu["drift"][dtype], rel=1e-3), dtype
+    assert fake["exact"]
+    assert fake["causes"] == pytest.approx(cpu["causes"], rel=1e-2)
+    assert (fake["flow"], fake["lost"], fake["rows"]) == (cpu["flow"], cpu["lost"], cpu["rows"])
+
+
+@pytest.mark.parametrize("way", ["estimated", "exact"])
+def test_scans_are_those_of_the_cpu(way: str, found: dict[str, Any]) -> None:
+    assert found["fake"][way] == pytest.approx(found["cpu"][way], rel=1e-2, abs=1e-12)
+
+
+def test_text_is_that_of_the_cpu(found: dict[str, Any]) -> None:
+    assert found["fake"]["text"] == found["cpu"]["text"]
+
+
+def test_what_the_device_holds_is_reported(found: dict[str, Any]) -> None:
+    resident, allocated, peak = found["fake"]["memory"]
+    assert resident <= allocated <= peak
+    assert found["cpu"]["memory"][1:] == [None, None]
+    assert found["full"].endswith("not enough memory on fake (fake out of memory)")
+
+
+def test_float64_is_refused_by_name(found: dict[str, Any]) -> None:
+    said = "can't be cast to float64, which fake does not have; use --device cpu"
+    assert found["fake"]["float64"] == f"model.layers.0.mlp.gate_proj.weight {said}"
+    assert found["wide"] == "net.py:Net: weight is in float64, which fake does not have; use --device cpu"
+
+
+def test_a_device_that_is_not_here_is_told_with_those_that_are(
+    found: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    picked = found["picked"]
+    assert [picked[name] for name in ("auto", "cpu", "fake", "fake:0")] == ["cpu", "cpu", "fake", "fake:0"]
+    assert picked["fake:1"] == "no device 'fake:1' here: fake has 1, which are counted from 0"
+    for name in ("mps", "nonsense"):
+        assert picked[name].startswith(
+            f"no device '{name}' here: torch {torch.__version__} has cpu and fake on this machine"
+        )
+    assert run(cli, "dtype-engine", ["drift", "--device", "nonsense"]) == 2
+    error = capsys.readouterr().err
+    assert "no device 'nonsense' here: torch" in error
+    assert error.count("\n") == 1
+
+
+def test_the_cpu_has_float64_and_no_memory_of_its_own() -> None:
+    device = pick_device("cpu")
+    assert has_float64(device)
+    assert free_bytes(device) is None

@@ -1,0 +1,90 @@
+"""What a small model shows on the CPU and on the fake accelerator, as JSON.
+
+`python -m tests.helpers.on_accelerator FOLDER DEVICE...` writes the model to FOLDER, and shows what is picked for each DEVICE.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.helpers import fake_accelerator
+
+import dtype_engine as de
+from dtype_engine.runtime.device import pick_device
+
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "int8", "nvfp4", "int4@g32")
+
+
+def _told(action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except de.UserError as error:
+        return str(error)
+
+
+def shown(folder: Path, device: str) -> dict[str, Any]:
+    """Figures and errors of a model on a device."""
+    options = de.Options(device=device, sequence_length=16, sequences=2)
+    session = de.open(str(folder), options=options)
+    found: dict[str, Any] = {"device": str(session.model.device), "drift": {}}
+
+    def drift() -> list[Any]:
+        report = session.drift()
+        figures = [report.output.sqnr_db, report.output.kl_mean, report.output.perplexity_reference]
+        modules = [each.sqnr_db for each in report.modules]
+        return [1e3 if each in (math.inf, None) else each for each in (*figures, *modules)]
+
+    for dtype in DTYPES:
+        session.cast("*.mlp", dtype)
+        found["drift"][dtype] = _told(drift)
+        found["lost"] = len(session.lost_values())
+        if dtype == "int8":
+            found["causes"] = [cause.drift for cause in session.causes().causes]
+            found["flow"] = len(session.flow())
+            found["text"] = list(session.generate(4)[0].candidate.ids)
+            found["rows"] = len(session.speed(repeats=1).rows)
+        session.undo()
+    found["exact"] = session.drift().output.sqnr_db == math.inf
+    for way in ("estimated", "exact"):
+        report = session.scan(["int8"], draws=4 if way == "estimated" else None, exact=way == "exact")
+        found[way] = list(report.scores().values())
+    found["float64"] = str(_told(lambda: session.cast("*.mlp", "float64")))
+    memory = session.memory()
+    found["memory"] = [memory.resident_bytes, memory.device_allocated_bytes, memory.device_peak_bytes]
+    return found
+
+
+def main() -> None:
+    import transformers
+
+    folder = Path(sys.argv[1])
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    library = fake_accelerator.register()  # torch's engine of backward passes counts the devices when it first runs
+    found: dict[str, Any] = {device: shown(folder, device) for device in (fake_accelerator.NAME, "cpu")}
+    found["picked"] = {name: _told(lambda name=name: str(pick_device(name))) for name in sys.argv[2:]}  # type: ignore[misc]
+    session = de.open(str(folder), options=de.Options(device=fake_accelerator.NAME, sequence_length=32, sequences=1))
+    fake_accelerator.device.limit = fake_accelerator.device.allocated + 2000
+    found["full"] = _told(session.drift)
+    fake_accelerator.device.limit = None
+    net = folder / "net.py"
+    net.write_text(
+        "import torch\n\n\ndef Net():\n    return torch.nn.Linear(2, 2, dtype=torch.float64)\n\n\n"
+        "def example_inputs():\n    return (torch.ones(1, 2),)\n"
+    )
+    found["wide"] = _told(lambda: de.open(f"{net}:Net", options=de.Options(device=fake_accelerator.NAME)))
+    print(json.dumps(found))
+    del library
+
+
+if __name__ == "__main__":
+    main()
