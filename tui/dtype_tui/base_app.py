@@ -66,8 +66,10 @@ class BaseApp(App[ReturnType]):
         """Return the variables of the style sheets. In every theme but those of the terminal's own colours, a list's cursor looks
         as in the tree.
         """
-        variables, theme = super().get_css_variables(), self.current_theme
-        return variables if theme.ansi else {**variables, **cursor_variables(theme.dark), **theme.variables}
+        theme = self.current_theme
+        own = {} if theme.ansi else {**cursor_variables(theme.dark), **theme.variables}
+        self.theme_variables = {**super().get_css_variables(), **own}
+        return self.theme_variables
 
     @property
     def messages(self) -> list[Notification]:

@@ -6,20 +6,16 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, percent
+from dtype_engine.core.units import human_bytes
 from dtype_tui.rendering.palette import TRACK, colour
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dtype_engine.core.tree import Totals
     from dtype_engine.results.drift import ModuleDrift
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-BEST_DB = 80.0
-"""The SQNR in dB at which the bar for a module's drift is empty. It is also empty for any higher SQNR."""
 
 
 def name_cell(text: str, width: int) -> str:
@@ -45,46 +41,17 @@ def wrap_dotted(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """Return a text with a node's dtypes and their shares of its bytes, such as `bf16 83 % · f32 17 %`, as (text, dtype) pairs. The
-    dtype determines the colour of its text. If dtypes are omitted because the cell is too narrow, `+1` at the end counts them.
-    width: the cell's width.
-    """
-    shares = totals.mix()
-    if not shares:
-        return []
-    if len(shares) == 1:
-        return [(dtypes.short_name(shares[0][0]), shares[0][0])]
-    pieces: list[tuple[str, str]] = []
-    used = 0
-    for index, (dtype, share) in enumerate(shares):
-        text = f"{dtypes.short_name(dtype)} {percent(share)} %"
-        rest = f" +{len(shares) - index}"
-        separator = " · " if pieces else ""
-        needed = (
-            used + len(separator) + len(text) + (len(f" +{len(shares) - index - 1}") if index + 1 < len(shares) else 0)
-        )
-        if pieces and needed > width:
-            pieces.append((rest, ""))
-            break
-        if separator:
-            pieces.append((separator, ""))
-        pieces.append((text, dtype))
-        used += len(separator) + len(text)
-    return pieces
-
-
-def drift_cell(drift: ModuleDrift | None) -> tuple[str, str]:
-    """Return (SQNR in dB or a word, bar) for a module's drift. A longer bar means more drift."""
+def drift_text(drift: ModuleDrift | None) -> str:
+    """Return a module's SQNR in dB without the unit, or a word of at most seven cells in place of it."""
     if drift is None:
-        return "", ""
+        return ""
     if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
-        return "inf/nan", "!!!"
+        return "inf/nan"
     if drift.sqnr_db is None:
-        return "other", ""
+        return "other"
     if math.isinf(drift.sqnr_db):
-        return ("exact", "") if drift.sqnr_db > 0 else ("-inf", bar(1.0, 3))
-    return f"{drift.sqnr_db:.1f}", bar((BEST_DB - drift.sqnr_db) / BEST_DB, 3)
+        return "exact" if drift.sqnr_db > 0 else "-inf"
+    return f"{drift.sqnr_db:.1f}"
 
 
 def short_bytes(size: int) -> str:

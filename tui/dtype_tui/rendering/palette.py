@@ -27,7 +27,7 @@ _TABLE = {
     "blue": ("#25304a", "#d3def5"),  # the background of the cursor's line
     "magenta": ("#b98cf2", "#7546c0"),  # floats of 4 and 6 bits
     "cyan": ("#56b6f0", "#0f6cab"),  # bfloat16
-    "white": ("#8792ab", "#57627a"),  # float32
+    "white": ("#7f8aa3", "#57627a"),  # float32
     "bright_black": ("#3a4153", "#c3cad8"),  # the empty part of a bar
     "bright_red": ("#f08a5b", "#b04a12"),  # visible
     "bright_green": ("#a9bf5c", "#58720f"),  # integers of 4 bits
@@ -41,6 +41,7 @@ _TEXT = "#c3cad9", "#262c38"
 _BACKGROUND = "#11131a", "#ffffff"
 _SURFACE = "#161923", "#f5f6fa"  # of panes and windows
 _PANEL = "#1b2030", "#e8ebf3"  # of the lines at the edges of the screen
+_BORDER = "#2a2f3d", "#ccd2de"
 ACCENT = "bright_blue"
 TRACK = "bright_black"
 _HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
@@ -75,6 +76,7 @@ def _theme(name: str, index: int) -> Theme:
         warning=_TABLE["yellow"][index],
         error=_TABLE["red"][index],
         dark=index == 0,
+        variables={"surface-lighten-2": _BORDER[index]},
     )
 
 

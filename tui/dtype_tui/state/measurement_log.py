@@ -15,6 +15,8 @@ from dtype_engine.results.losses import severe
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
 
+_MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecipe:
@@ -102,6 +104,11 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
         overflowed=sum(loss.overflowed for loss in lost),
         vanished=sum(loss.vanished for loss in lost),
     )
+
+
+def mark(index: int) -> str:
+    """Return the character that names the measurement at this index of the history on the screen."""
+    return _MARKS[index] if index < len(_MARKS) else "+"
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:

@@ -21,17 +21,9 @@ from textual.strip import Strip
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
 from dtype_tui.state.node_rules import cast_nodes
-from dtype_tui.widgets.tree_drawing import (
-    BRIGHT,
-    CURSOR,
-    CURSOR_AWAY,
-    DIM,
-    PLAIN,
-    RowState,
-    columns_for,
-    heading,
-    row_segments,
-)
+from dtype_tui.widgets.cursor import over_cursor
+from dtype_tui.widgets.tree_columns import columns_for, needed_width
+from dtype_tui.widgets.tree_drawing import DIM, PLAIN, RowState, heading, row_segments
 from dtype_tui.widgets.tree_rows import (
     MOST_MATCHES,
     ORDERS,
@@ -99,6 +91,8 @@ class ModuleTree(ScrollView, can_focus=True):
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
+        self._needed = (0, 0)
+        """The widths that the names in all rows need."""
         self._opened = first_opened(experiment.tree)
         self.rebuild()
 
@@ -111,6 +105,7 @@ class ModuleTree(ScrollView, can_focus=True):
             self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
         else:
             self.rows = open_rows(self.experiment, self._opened, self.order)
+        self._needed = needed_width(self.rows)
         index_of = {row.name: index for index, row in enumerate(self.rows)}
         while name not in index_of and name:
             name = name.rpartition(".")[0]
@@ -310,11 +305,15 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def _line(self, y: int) -> Strip:
         width = self.size.width
-        scan = self.experiment.scan
-        columns = columns_for(width, self.hidden, scan.report is not None, self.experiment.baseline is not None)
+        scan, baseline = self.experiment.scan, self.experiment.baseline
+        columns = columns_for(width, self._needed, self.hidden, scan.report is not None, baseline is not None)
         base = self._base()
         if y == 0:
-            return heading(columns, scan.heading).adjust_cell_length(width, DIM).apply_style(base)
+            return (
+                heading(columns, scan.heading, self.experiment.baseline_mark)
+                .adjust_cell_length(width, DIM)
+                .apply_style(base)
+            )
         index = y - 1 + self.scroll_offset.y
         if index >= len(self.rows):
             return Strip.blank(width, base)
@@ -325,13 +324,9 @@ class ModuleTree(ScrollView, can_focus=True):
             match=row.name in self._match_set,
             opened=row.name in self._opened or bool(self.filter_text),
         )
-        strip = Strip(row_segments(self.experiment, row, columns, state)).adjust_cell_length(width, PLAIN)
-        strip = strip.simplify().apply_style(base)
-        if index == self.cursor:
-            # Dim text would have a different background when it is reversed.
-            over = CURSOR if self.has_focus else CURSOR_AWAY
-            return Strip(Segment.apply_style(strip, over, BRIGHT), strip.cell_length)
-        return strip
+        segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
+        strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)
+        return strip.simplify().apply_style(base)
 
     def _base(self) -> Style:
         """Return the tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
