@@ -421,9 +421,9 @@ OTHER_PLACES = (
         "In the jobs",
         after(queued, "J"),
         (
-            Key("down", marked_line, "› then: scan"),
-            Key("j", marked_line, "› then: writing"),
-            Key("up", marked_line, "› then: scan"),
+            Key("down", marked_line, "› next: scan"),
+            Key("j", marked_line, "› next: writing"),
+            Key("up", marked_line, "› next: scan"),
             Key("k", chosen, "measuring:"),
             press("down"),
             Key("x", last_command, "cancel scan"),

@@ -66,7 +66,7 @@ def test_all_is_drawn_when_it_goes_on_after_a_pause() -> None:
         assert terminal.is_restored()
         terminal.screen.reset()
         os.kill(terminal.pid, signal.SIGCONT)
-        terminal.wait_for(r"❯▾ demo[\s\S]*embed_tokens[\s\S]*q quit", 60)
+        terminal.wait_for(r"▌ ▾ demo[\s\S]*embed_tokens[\s\S]*q quit", 60)
         terminal.press("q")
         assert terminal.exit_status() == 0
         assert terminal.is_restored()

@@ -162,7 +162,7 @@ def hues(raw: bytes) -> set[str]:
 
 def test_without_colour(opened: Opener) -> None:
     terminal = opened(environment={"NO_COLOR": "1"})
-    terminal.wait_for("❯▾ demo")
+    terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
     terminal.wait_for("bf16")
     assert hues(terminal.raw) == set()

@@ -153,9 +153,9 @@ class MainScreen(Screen[None]):
         idle = life.idle_words(self.controller.open_error is not None)
         chosen = self._chosen_keys
         self._put("#header", header_line(experiment, width))
-        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, chosen, width))
+        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
         keys = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
-        self._put("#keys", key_line(keys, chosen, width))
+        self._put("#keys", key_line(keys, width, chosen))
 
     def _put(self, id: str, words: Text) -> None:
         """Set the text of the widget with the selector `id` if the text has changed. Redrawing an unchanged line would waste bytes

@@ -158,7 +158,7 @@ async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
     assert not drawn["never"].isascii()
     for plain, fancy in zip(drawn["always"].splitlines(), drawn["never"].splitlines(), strict=True):
         assert len(plain) == cell_len(fancy)
-    assert "f32->bf16" in drawn["always"]
+    assert "f32-> bf16" in drawn["always"]
 
 
 @pytest.mark.parametrize(

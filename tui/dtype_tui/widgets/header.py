@@ -60,9 +60,9 @@ def _about_model(experiment: Experiment, width: int) -> list[_Part]:
     where = printable(model.device or model.host, 30)
     parts = (
         (Text(truncate(printable(model.title, 40), max(12, width // 4)), style="bold"), 0),
-        (Text(printable(model.class_name, 40), style="dim"), 6),
-        (Text(f"{parameters_text(totals)} params" if known else "", style="dim"), 8),
-        (Text(where, style="dim"), 7),
+        (Text(printable(model.class_name, 40), style="dim"), 8),
+        (Text(f"{parameters_text(totals)} params" if known else "", style="dim"), 7),
+        (Text(where, style="dim"), 5),
     )
     return [_Part(text, importance) for text, importance in parts if text]
 
@@ -78,7 +78,7 @@ def _about_bytes(experiment: Experiment, width: int) -> list[_Part]:
     words = Text(f"{now} of {before}" if planned != stored else before, style="bold")
     share = planned / max(stored, planned)
     bar = Text.assemble(*stacked(experiment.totals[""].mix(), _BARS[0 if width >= 140 else 1], share))
-    parts = [_Part(words, 2), _Part(bar, 5)]
+    parts = [_Part(words, 2), _Part(bar, 6)]
     if planned != stored:
         less = f"{100 * abs(planned / stored - 1):.0f} % {'less' if planned < stored else 'more'}"
         parts.append(_Part(Text(less, style="green" if planned < stored else "yellow"), 4, gap=1))

@@ -70,7 +70,7 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
     return list(dict.fromkeys((*first, *(each for each in usual if each[0] not in dict(first)))))
 
 
-def key_line(pairs: list[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
+def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]) -> Text:
     """Return the text of a `KeyLine` with as many of the keys as fit into `width` cells, and those for help and quitting. pairs:
     what `next_keys` returns. chosen: the keys that the user has configured, by binding id.
     """
@@ -106,8 +106,8 @@ def status_line(
     doing: tuple[str, float | None, str],
     working: Activity,
     idle: str,
-    chosen: Mapping[str, str],
     width: int,
+    chosen: Mapping[str, str],
 ) -> Text:
     """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
 

@@ -15,6 +15,7 @@ _WIDE = 92
 """Minimum width of the tree for the number of parameters and for shares in the dtype column."""
 _STEP = 6
 """The width of the name column is a multiple of this, so that the columns rarely move when a node opens."""
+_LEAST_ABOUT = len("failed here")
 _MOST_TRACK, _MOST_SHARE = 14, 8
 
 
@@ -70,7 +71,7 @@ def needed_width(rows: Iterable[Row]) -> tuple[int, int]:
     for row in rows:
         name = EDGE + 2 * row.depth + 2 + len(row.label) + 1
         about = row.module.class_name or "" if row.tensor is None else " × ".join(map(str, row.tensor.shape)) + "[]"
-        label, whole = max(label, name), max(whole, name + 2 + len(about))
+        label, whole = max(label, name), max(whole, name + 2 + max(len(about), _LEAST_ABOUT))
     return label, -(-whole // _STEP) * _STEP
 
 
@@ -89,7 +90,7 @@ def columns_for(
     difference from it.
     """
     wide = width >= _WIDE
-    columns = Columns(0, 22 if wide else 13)
+    columns = Columns(0, 25 if wide else 13)
     if wide and "params" not in hidden:
         columns = replace(columns, parameters=9)
     if "bytes" not in hidden:

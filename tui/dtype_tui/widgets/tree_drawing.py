@@ -82,7 +82,8 @@ def _style(name: str) -> Style:
 
 def heading(columns: Columns, scan: str = "", baseline: str = "") -> Strip:
     """Return the line above the rows. scan: the heading of the column of scores. baseline: the mark of the baseline recipe."""
-    text = f"{'  module':<{columns.name}}{'dtype':<{columns.dtype}}"
+    dtype = "dtype, % of bytes" if columns.dtype >= 20 else "dtype"
+    text = f"{'  module':<{columns.name}}{dtype:<{columns.dtype}}"
     for width, words in (
         (columns.parameters, "params"),
         (columns.size, "bytes"),
