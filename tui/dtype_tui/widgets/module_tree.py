@@ -6,7 +6,9 @@ of children are created when their node opens. The tree is therefore as fast wit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
@@ -293,11 +295,13 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Repaint only those visible lines that have changed. A measurement changes only a few cells."""
+        """Repaint only those parts of the visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
-            painted = self._painted.get(y)
-            if painted is not None and self._line(y) != painted:
-                self.refresh(Region(0, y, self.size.width, 1))
+            painted, line = self._painted.get(y), self._line(y)
+            if painted is not None and line != painted:
+                start, end = _same_cells(painted, line), _same_cells(reversed(list(painted)), reversed(list(line)))
+                width = max(painted.cell_length, line.cell_length)
+                self.refresh(Region(start, y, max(1, width - start - end), 1))
 
     def render_line(self, y: int) -> Strip:
         self._painted[y] = self._line(y)
@@ -341,3 +345,9 @@ class ModuleTree(ScrollView, can_focus=True):
         if row.tensor is not None:
             return row.tensor.name in self.preview.tensors
         return row.name in self.preview.modules or any(name in self.preview.modules for name in ancestors(row.name))
+
+
+def _same_cells(one: Iterable[Segment], other: Iterable[Segment]) -> int:
+    """Return the width in cells of the segments at the beginning that both lines have."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(segment.cell_length for segment, _ in same)

@@ -103,7 +103,6 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
     """Return the styled pieces of a row's text, from left to right."""
     line = _Line()
     line.add(cursor.EDGE if state.under_cursor else " ", cursor.EDGE_STYLE if state.under_cursor else PLAIN)
-    line.add("•" if state.lit else " ", _LIT if state.lit else DIM)
     _add_name(line, experiment, row, columns.name, state)
     end = columns.name + columns.dtype
     _add_dtype(line, experiment, row, end - 1)
@@ -118,11 +117,16 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: RowState) -> None:
-    """Add a row's mark of an open or closed node, its name, a mark of lost values, and the text after the name."""
+    """Add a row's mark of an open or closed node, its name, a mark of lost values, and the text after the name. Text up to the name
+    has a single style, since every change of style costs bytes when the cursor moves.
+    """
     twist, label, about = _name(experiment, row, end, state)
     style = _LIT if state.lit else _MATCH if state.match else _BOLD if row.depth == 0 or state.under_cursor else PLAIN
-    line.add("  " * row.depth + twist, DIM)
-    line.add(label, style)
+    before = ("•" if state.lit else " ") + "  " * row.depth + twist
+    if style.underline:
+        line.add(before)
+        before = ""
+    line.add(before + label, style)
     mark = experiment.results.losses.marks.get(row.name) if row.tensor is None else None
     if mark is not None:
         mark = truncate(mark, max(0, end - line.width - 3))
@@ -228,9 +232,8 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
         line.add(f"{short_bytes(size) if counted else '':>{columns.size}}")
     if columns.share:
         line.fill(line.width + 1)
-        share = min(1.0, size / whole) if counted and whole else None
-        line.add_pieces(meter(share, columns.share - 1, "dim") if share is not None else ())
-        line.fill(line.width if share is not None else line.width + columns.share - 1)
+        (filled, style), _ = meter(min(1.0, size / whole) if counted and whole else 0.0, columns.share - 1, "dim")
+        line.add(f"{filled:<{columns.share - 1}}", _style(style))
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
