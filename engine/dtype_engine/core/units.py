@@ -73,7 +73,7 @@ def decibels(value: float | None) -> str:
         return "not finite"
     if math.isinf(value):
         return "exact" if value > 0 else "not finite"
-    return f"{value:.2f} dB"
+    return f"{round(value, 2) + 0.0:.2f} dB"  # never -0.00
 
 
 def percent_with_error(share: float, error: float | None) -> str:

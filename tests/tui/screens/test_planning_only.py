@@ -56,7 +56,11 @@ async def test_every_preset_that_needs_classes_says_so_on_its_own_line() -> None
         await pilot.press("p")
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.pause()
-        shown = {line.split("│")[1].split()[0]: line for line in screen(app).splitlines() if "not known" in line}
+        shown = {
+            line.split("│")[1].split()[0]: line
+            for line in screen(app).splitlines()
+            if "once the model has loaded" in line
+        }
         assert set(shown) == {name for name, preset in PRESETS.items() if preset.needs_classes}
         assert "nothing to do here" not in screen(app)
 

@@ -51,7 +51,7 @@ def drift_text(drift: ModuleDrift | None) -> str:
         return "other"
     if math.isinf(drift.sqnr_db):
         return "exact" if drift.sqnr_db > 0 else "-inf"
-    return f"{drift.sqnr_db:.1f}"
+    return f"{round(drift.sqnr_db, 1) + 0.0:.1f}"  # never -0.0
 
 
 def short_bytes(size: int) -> str:

@@ -124,6 +124,13 @@ def ramp(badness: float | str) -> str:
     return next((name for least, name in limits if badness >= least), "red")
 
 
+def heat(share: float) -> str:
+    """Return the name of the ramp's colour for a share of the worst, from 0 (best) to 1 (worst)."""
+    return next(
+        (name for least, name in ((0.75, "red"), (0.5, "bright_red"), (0.25, "yellow")) if share > least), "green"
+    )
+
+
 def verdict_pill(word: str) -> tuple[str, Style]:
     """Return the badge of a word of `meaning`, such as "small": the word between blanks, and the style."""
     return f" {word} ", _filled(_OF_WORDS[word])

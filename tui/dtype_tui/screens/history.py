@@ -20,6 +20,7 @@ from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.loss_text import loss_mark
+from dtype_tui.rendering.palette import ramp
 from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
@@ -28,7 +29,7 @@ from dtype_tui.state.measurement_log import MeasuredRecipe, mark, toggle_pin, wi
 _RULES = "rules"
 _RULES_WIDTH = 22
 """Minimum width in cells of the column of rules. Other columns are left out if the column of rules would be narrower."""
-_LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
+_LEAVE = ("perplexity", "same top-1", "SQNR dB", "KL nats", "bytes")
 """Columns that may be omitted in a narrow window, in the order in which they are omitted."""
 _PADDING = 2
 
@@ -74,7 +75,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         with Vertical() as box:
             box.border_title = "Measured recipes"
             box.border_subtitle = "Enter goes back  p pins  c compares  P all  m measures  Esc closes"
-            yield DataTable(cursor_type="row", zebra_stripes=False)
+            yield DataTable(cursor_type="row", zebra_stripes=False, cursor_foreground_priority="renderable")
             yield Static(id="rules", markup=False)
             yield Static(id="plot", markup=False)
 
@@ -134,10 +135,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return {
             "": Text(marks, style="bold" if entry.pinned else ""),
             "bytes": Text(short_bytes(entry.planned_bytes), justify="right"),
-            "drift": Text(self._meaning(entry).word),
+            "drift": Text(self._meaning(entry).word, style=ramp(self._meaning(entry).word)),
             "SQNR dB": Text(sqnr, justify="right"),
             "KL nats": Text(_number(output.kl_mean, ".3e"), justify="right"),
-            "same top": Text(top1, justify="right"),
+            "same top-1": Text(top1, justify="right"),
             "perplexity": Text(_number(output.perplexity_candidate, ".4f"), justify="right"),
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),

@@ -322,11 +322,15 @@ class ModuleTree(ScrollView, can_focus=True):
         if index >= len(self.rows):
             return Strip.blank(width, base)
         row = self.rows[index]
+        opened = row.name in self._opened or bool(self.filter_text)
         state = RowState(
             under_cursor=index == self.cursor,
             lit=self._lit(row),
             match=row.name in self._match_set,
-            opened=row.name in self._opened or bool(self.filter_text),
+            opened=opened,
+            inside=0
+            if opened or self.preview is None or row.tensor is not None
+            else self.preview.count_below(row.module),
         )
         segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
         strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)

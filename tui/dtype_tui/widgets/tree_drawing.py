@@ -14,12 +14,12 @@ from textual.strip import Strip
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.dtypes import padded
-from dtype_engine.core.units import human_count, percent
+from dtype_engine.core.units import human_count, percent, plural
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import drift_text, meter, name_cell, short_bytes, stacked, truncate
-from dtype_tui.rendering.palette import ACCENT, pill, ramp
+from dtype_tui.rendering.palette import ACCENT, heat, pill, ramp
 from dtype_tui.widgets import cursor
 from dtype_tui.widgets.tree_columns import EDGE, Columns
 from dtype_tui.widgets.tree_rows import Row
@@ -35,8 +35,6 @@ _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color=ACCENT)
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
-_HEAT = ((0.75, "red"), (0.5, "bright_red"), (0.25, "yellow"), (-math.inf, "green"))
-"""(the most heat that does not have this colour of the ramp, the colour)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,8 @@ class RowState:
     match: bool
     """Whether the row's name matches the filter."""
     opened: bool
+    inside: int = 0
+    """How many tensors below a closed node the rule that is being typed would cast."""
 
 
 class _Line:
@@ -121,8 +121,9 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
     has a single style, since every change of style costs bytes when the cursor moves.
     """
     twist, label, about = _name(experiment, row, end, state)
-    style = _LIT if state.lit else _MATCH if state.match else _BOLD if row.depth == 0 or state.under_cursor else PLAIN
-    before = ("•" if state.lit else " ") + "  " * row.depth + twist
+    lit, strong = state.lit or state.inside > 0, row.depth == 0 or state.under_cursor
+    style = _LIT if lit else _MATCH if state.match else _BOLD if strong else PLAIN
+    before = ("•" if lit else " ") + "  " * row.depth + twist
     if style.underline:
         line.add(before)
         before = ""
@@ -134,7 +135,9 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
             line.add(f"  {mark}", _LOST)
             left = end - line.width - 3
             about = truncate(about, left) if left >= min(len(about), 5) else ""
-    if about:
+    if state.inside and not state.lit:
+        line.add(truncate(f"  {plural(state.inside, 'tensor')} inside", end - line.width - 1), _LIT)
+    elif about:
         line.add(f"  {about}", DIM)
     line.fill(end)
 
@@ -284,7 +287,7 @@ def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Colu
             before = _as_of_module(baseline.output)
         now = _drift(experiment, row)
         gain = sqnr_gain(now, before) if now is not None and before is not None else None
-        other, change = drift_text(before), "" if gain is None else f"{gain:+.1f}".replace("-0.0", "+0.0")
+        other, change = drift_text(before), "" if gain is None else f"{round(gain, 1) + 0.0:+.1f}"
     line.add(
         f"{other if columns.other else '':>{columns.other}}{change if columns.change else '':>{columns.change}}", DIM
     )
@@ -292,8 +295,8 @@ def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Colu
 
 def _add_score(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
     """Add the node's score for the dtype that the scan shows, and the score's bar."""
-    number, heat = experiment.scan.cell(row.name)
-    name = next(name for most, name in _HEAT if heat > most)
+    number, share = experiment.scan.cell(row.name)
+    name = heat(share)
     line.add(f"{number:>{columns.scan}}" + " " * min(1, columns.heat), _style(name) if number else PLAIN)
     if columns.heat:
-        line.add_pieces(meter(heat, columns.heat - 1, name) if number else ((" " * (columns.heat - 1), ""),))
+        line.add_pieces(meter(share, columns.heat - 1, name) if number else ((" " * (columns.heat - 1), ""),))
