@@ -91,7 +91,9 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
         return [_Part(Text(*verdict_pill("broken")), 1)] if experiment.results.failure else []
     output = report.output
     found = meaning(output, experiment.floor, report.modules)
-    parts = [_Part(Text(*verdict_pill(found.word)), 1), _Part(Text(_figure(output), style=ramp(found.word)), 3, gap=1)]
+    parts = [_Part(Text(*verdict_pill(found.word)), 1)]
+    if output.max_abs > 0:
+        parts.append(_Part(Text(_figure(output), style=ramp(found.word)), 3, gap=1))
     if output.top1_agreement is not None:
         parts.append(_Part(Text(f"top-1 {100 * output.top1_agreement:.1f} %", style="dim"), 9))
     return parts
@@ -99,6 +101,6 @@ def _about_drift(experiment: Experiment) -> list[_Part]:
 
 def _figure(output: OutputDrift) -> str:
     """Return the metric by which an output is judged: its mean KL or, if it has none, its SQNR."""
-    if output.kl_mean is None or output.max_abs == 0:
+    if output.kl_mean is None:
         return decibels(output.sqnr_db)
     return "not finite" if math.isnan(output.kl_mean) else f"KL {output.kl_mean:.2e}"

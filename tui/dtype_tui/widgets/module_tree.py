@@ -107,7 +107,7 @@ class ModuleTree(ScrollView, can_focus=True):
             self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
         else:
             self.rows = open_rows(self.experiment, self._opened, self.order)
-        self._needed = needed_width(self.rows)
+        self._needed = needed_width(self.rows, self.experiment.model.title)
         index_of = {row.name: index for index, row in enumerate(self.rows)}
         while name not in index_of and name:
             name = name.rpartition(".")[0]

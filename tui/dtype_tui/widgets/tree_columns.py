@@ -15,6 +15,7 @@ _WIDE = 92
 """Minimum width of the tree for the number of parameters and for shares in the dtype column."""
 _STEP = 6
 """The width of the name column is a multiple of this, so that the columns rarely move when a node opens."""
+_LEAST_NAME = 24
 _LEAST_ABOUT = len("failed here")
 _MOST_TRACK, _MOST_SHARE = 14, 8
 
@@ -65,11 +66,13 @@ _STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
 """What to leave out if names would otherwise have less than two fifths of the width."""
 
 
-def needed_width(rows: Iterable[Row]) -> tuple[int, int]:
-    """Return the width of the widest row's name with its indent, and of the widest row's name with the text after it."""
-    label = whole = 0
+def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
+    """Return the width of the widest row's name with its indent, and of the widest row's name with the text after it. title: the
+    name of the root.
+    """
+    label, whole = _LEAST_NAME, 0
     for row in rows:
-        name = EDGE + 2 * row.depth + 2 + len(row.label) + 1
+        name = EDGE + 2 * row.depth + 2 + len(row.label or title) + 1
         about = row.module.class_name or "" if row.tensor is None else " × ".join(map(str, row.tensor.shape)) + "[]"
         label, whole = max(label, name), max(whole, name + 2 + max(len(about), _LEAST_ABOUT))
     return label, -(-whole // _STEP) * _STEP
@@ -107,7 +110,7 @@ def columns_for(
                 break
             columns = step(columns)
     room = max(10, width - columns.numbers - 1)
-    name = min(room, max(needed[1], 20))
+    name = min(room, max(needed[1], _LEAST_NAME))
     spare = room - name
     track = min(spare, _MOST_TRACK - columns.track) if columns.track else 0
     share = min(spare - track, _MOST_SHARE - columns.share) if columns.share else 0

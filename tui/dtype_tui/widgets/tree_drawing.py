@@ -14,7 +14,7 @@ from textual.strip import Strip
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.dtypes import padded
-from dtype_engine.core.units import human_count, percent, plural
+from dtype_engine.core.units import human_count, percent
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
@@ -91,7 +91,7 @@ def heading(columns: Columns, scan: str = "", baseline: str = "") -> Strip:
         (columns.drift, "SQNR"),
         (columns.track, ""),
         (columns.other, f"vs {baseline}"),
-        (columns.change, "dB" if columns.other else f"vs {baseline}"),
+        (columns.change, "change" if columns.other else f"vs {baseline}"),
         (columns.scan, truncate(scan, columns.scan - 1)),
         (columns.heat, ""),
     ):
@@ -136,7 +136,7 @@ def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: Ro
             left = end - line.width - 3
             about = truncate(about, left) if left >= min(len(about), 5) else ""
     if state.inside and not state.lit:
-        line.add(truncate(f"  {plural(state.inside, 'tensor')} inside", end - line.width - 1), _LIT)
+        line.add(truncate(f"  {state.inside:,} inside", end - line.width - 1), _LIT)
     elif about:
         line.add(f"  {about}", DIM)
     line.fill(end)
@@ -267,7 +267,9 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
         return
     name = ramp(value)
     line.add(f"{number:>{columns.drift}}" + " " * min(1, columns.track), _style(name))
-    if columns.track:
+    if columns.track and value == math.inf:
+        line.fill(line.width + columns.track - 1)
+    elif columns.track:
         worst, best = experiment.results.sqnr_range
         share = 1.0 if math.isnan(value) else (best - value) / (best - worst)
         line.add_pieces(meter(max(0.0, min(1.0, share)), columns.track - 1, name))
