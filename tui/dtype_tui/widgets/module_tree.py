@@ -1,4 +1,4 @@
-"""The module tree: one line per node, with its dtype, parameters, bytes and drift.
+"""The module tree: one line per node, with its dtype, bytes and drift.
 
 The tree uses Textual's line API rather than its `Tree`: only visible rows are drawn, a cursor move repaints two lines, and the rows
 of children are created when their node opens. The tree is therefore as fast with 90,000 tensors as with 90.
@@ -47,7 +47,11 @@ MOST_OPENED = 20_000
 class ModuleTree(ScrollView, can_focus=True):
     """The tree widget. Its keys move the cursor and open and close nodes; the main screen handles all other keys."""
 
-    HELP = "Every module and tensor: dtype (or the mix by bytes), parameters, bytes under the recipe, drift as SQNR."
+    HELP = (
+        "Every module and tensor: dtype (or a bar of the mix by bytes, and the name of the largest part), bytes under the recipe, "
+        "with a bar of the share of the parent's bytes, and drift as SQNR in dB. The bar of the SQNR is full for the worst module "
+        "and empty for the best. Numbers of parameters appear in a wide terminal."
+    )
 
     DEFAULT_CSS = """
     ModuleTree { height: 1fr; overflow-x: hidden; scrollbar-size-vertical: 1; }
