@@ -75,14 +75,14 @@ def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]
     what `next_keys` returns. chosen: the keys that the user has configured, by binding id.
     """
     end = _entries(_ALWAYS, chosen)
-    line, left = Text(" ", no_wrap=True, overflow="ellipsis"), width - 1 - sum(each.cell_len + 2 for each in end)
+    left = width - 1 - sum(each.cell_len + 2 for each in end)
+    shown: list[Text] = []
     for each in _entries(pairs, chosen):
-        if line.cell_len + each.cell_len > left:
+        left -= each.cell_len + (2 if shown else 0)
+        if left < 0:
             break
-        line.append_text(each).append("  ")
-    for each in end:
-        line.append_text(each).append("  ")
-    return line
+        shown.append(each)
+    return Text.assemble(" ", Text("  ").join([*shown, *end]), no_wrap=True, overflow="ellipsis")
 
 
 def _entries(pairs: list[tuple[str, str]] | tuple[tuple[str, str], ...], chosen: Mapping[str, str]) -> list[Text]:
