@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from dtype_tui.widgets.tree_rows import Row
 
@@ -78,6 +79,7 @@ def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
     return label, -(-whole // _STEP) * _STEP
 
 
+@lru_cache(16)
 def columns_for(
     width: int,
     needed: tuple[int, int] = (0, 0),

@@ -157,7 +157,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         totals = experiment.totals[row.name]
         elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        about = " ".join(word for word in (failed, tied, kept, row.module.class_name) if word)
+        about = " ".join(word for word in (failed, tied, kept, _class_words(row)) if word)
     else:
         twist = "  "
         label = name_cell(row.label, width)
@@ -165,6 +165,14 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         about = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
     width -= len(label) + 2
     return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
+
+
+def _class_words(row: Row) -> str:
+    """Return the class of a row's module or, for a list of modules of one class, their number and this class."""
+    classes = {child.class_name for child in row.module.children.values()}
+    if row.module.class_name == "ModuleList" and len(classes) == 1:
+        return f"{len(row.module.children)} × {classes.pop()}"
+    return row.module.class_name or ""
 
 
 def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
