@@ -49,7 +49,7 @@ def moves(opened: ThrottledTerminal, count: int) -> list[float]:
     taken = []
     for number in range(count):
         place = number % 4
-        taken.append(opened.seconds_until_it_stands("j" if place < 2 else "k", (2, 3, 2, 1)[place]))
+        taken.append(opened.seconds_until_it_stands("j" if place < 2 else "k", (3, 4, 3, 2)[place]))
         until = time.perf_counter() + 0.3
         while time.perf_counter() < until:
             opened.read(0.02)

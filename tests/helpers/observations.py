@@ -76,8 +76,8 @@ def typing(app: DtypeApp) -> bool:
 
 def marked_line(app: DtypeApp) -> str:
     """The line with the mark of the choice, from the mark on."""
-    (line,) = (line for line in lines(app) if "›" in line and "‹" not in line)
-    return " ".join(line[line.index("›") :].partition("│")[0].split())
+    (line,) = (line.partition("│ ▌")[2] for line in lines(app) if "│ ▌" in line)
+    return " ".join(f"▌{line}".partition("│")[0].split())
 
 
 def chosen(app: DtypeApp) -> str:

@@ -88,13 +88,13 @@ class ThrottledTerminal(Terminal):
         self._stream.feed(clean(data))
 
     def cursor_row(self) -> int | None:
-        """The row of the module tree's cursor that is drawn whole, reversed from end to end; None while it is not."""
-        rows = [row for row, line in enumerate(self.text.split("\n")) if line.startswith("❯")]
+        """The row of the module tree's cursor that is drawn whole, in one tint to the end of its name; None while it is not."""
+        rows = [row for row, line in enumerate(self.text.split("\n")) if line.startswith("▌")]
         if len(rows) != 1:
             return None
-        line = self.screen.buffer[rows[0]]
-        elsewhere = any(self.screen.buffer[row][0].reverse for row in range(self.screen.lines) if row != rows[0])
-        whole = all(line[column].reverse for column in range(40))
+        tint = self.screen.buffer[rows[0]][0].bg
+        elsewhere = any(self.screen.buffer[row][1].bg == tint for row in range(self.screen.lines) if row != rows[0])
+        whole = all(self.screen.buffer[rows[0]][column].bg == tint for column in range(20))
         return rows[0] if whole and not elsewhere else None
 
     def seconds_until_it_stands(self, key: str, row: int, seconds: float = 60) -> float:

@@ -101,13 +101,13 @@ async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     await until(pilot, lambda: _root(app), "no root on the screen")
     root = _root(app)
     assert short(made.stored_bytes()) in root, root
-    assert counted(made.parameters) in root, root
+    assert f" {counted(made.parameters)} params " in shown(app), shown(app)
     return made.loader
 
 
 def _root(app: DtypeApp) -> str:
     """The line of the root, where the cursor is at first."""
-    return next((line for line in shown(app).splitlines() if line.startswith("❯")), "")
+    return next((line for line in shown(app).splitlines() if line.startswith("▌")), "")
 
 
 def short(nbytes: int) -> str:

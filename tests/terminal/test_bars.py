@@ -12,8 +12,8 @@ import pytest
 from tests.helpers.paths import DEMO
 from tests.helpers.terminal import Terminal
 
-_BAR = re.compile(r"^ (?P<job>\S.*?) +(?P<percent>\d+) % (?P<bar>[█▏▎▍▌▋▊▉]*) ", re.MULTILINE)
-_READY = r"(?m)^ ready"
+_BAR = re.compile(r"^ ● (?P<job>\S.*?) +(?P<percent>\d+) % (?P<bar>[█▏▎▍▌▋▊▉]*) ", re.MULTILINE)
+_READY = r"(?m)^ ● ready"
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +68,8 @@ def test_opening_and_the_first_measurement(terminal: Terminal) -> None:
     assert any("import" in job or "loading" in job for job in seen)
     assert len(seen["measuring"]) > 1
     assert never_go_back(seen["measuring"])
-    assert len(seen["the reference against itself"]) > 1
-    assert never_go_back(seen["the reference against itself"])
+    assert len(seen["measuring the noise floor"]) > 1
+    assert never_go_back(seen["measuring the noise floor"])
 
 
 @pytest.mark.parametrize(

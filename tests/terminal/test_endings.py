@@ -120,7 +120,7 @@ def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
         terminal.press("e")
         terminal.wait_for(r"tensors: bf16", 60)
         terminal.press("\x15" + str(tmp_path / "out") + "\r")
-        terminal.wait_for("then: (measuring, )?writing", 20)
+        terminal.wait_for("next: (measuring, )?writing", 20)
     os.truncate(weights, 100_000)
     terminal.press("jj3")
     terminal.wait_for(r"2 model.embed_tokens → f16", 20)

@@ -103,7 +103,7 @@ def test_a_megabyte_pasted_into_the_tree_does_nothing_and_into_a_prompt_is_one_t
 
     send(blob)
     terminal.press("j")
-    terminal.wait_for(r"❯ +▾ model", 60)
+    terminal.wait_for(r"▌ +▾ model", 60)
     assert "No rules" in terminal.text
     terminal.press(":")
     terminal.wait_for(r"cast  causes  check  columns", 20)
@@ -125,9 +125,9 @@ def test_ten_thousand_keys_leave_the_memory_as_it_was(terminal: Terminal) -> Non
             terminal.press(10 * "jjlljjjhhkkkjjjjllkkkkjjhhllkkjjkkjjllhh")
             # No faster than it answers, so that no queue is taken for memory.
             terminal.press("G")
-            terminal.wait_for(r"❯(?!▾ demo)")
+            terminal.wait_for(r"▌(?! ▾ demo)")
             terminal.press("<")
-            terminal.wait_for("❯▾ demo")
+            terminal.wait_for("▌ ▾ demo")
 
     keys(4000)  # until the caches of lines and styles are full
     resident = [psutil.Process(terminal.pid).memory_info().rss]
@@ -214,7 +214,7 @@ def test_in_tmux() -> None:
         tmux("resize-window", "-t", "t", "-x", "80", "-y", "24")
         wait_for("[Drift]")
         tmux("send-keys", "-t", "t", "u")
-        wait_for("2 cast this to bf16")
+        wait_for("s scan")
         tmux("send-keys", "-t", "t", "q")
         wait_for("it ended with 0", 20)
         assert "embed_tokens" not in tmux("capture-pane", "-p", "-t", "t")

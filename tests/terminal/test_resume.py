@@ -110,7 +110,7 @@ def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_p
     )
     back = opened("--resume")
     back.wait_for("1 model.embed_tokens → bf16")
-    back.wait_for(r"❯ +▸ mlp")
+    back.wait_for(r"▌ +▸ mlp")
     back.press("u")
     back.wait_for(r"▸ embed_tokens +f32")
     back.press("\x12\x12")

@@ -38,7 +38,7 @@ def test_keys_are_answered_while_the_engine_measures(terminal: ThrottledTerminal
     written = []
     for number in range(12):
         before = len(terminal.raw)
-        terminal.seconds_until_it_stands("j" if number % 4 < 2 else "k", (2, 3, 2, 1)[number % 4])
+        terminal.seconds_until_it_stands("j" if number % 4 < 2 else "k", (3, 4, 3, 2)[number % 4])
         written.append(len(terminal.raw) - before)
         until = time.monotonic() + 0.2
         while time.monotonic() < until:
@@ -66,7 +66,7 @@ def test_all_is_drawn_when_it_goes_on_after_a_pause() -> None:
         assert terminal.is_restored()
         terminal.screen.reset()
         os.kill(terminal.pid, signal.SIGCONT)
-        terminal.wait_for(r"❯▾ demo[\s\S]*embed_tokens[\s\S]*q quit", 60)
+        terminal.wait_for(r"▌ ▾ demo[\s\S]*embed_tokens[\s\S]*q quit", 60)
         terminal.press("q")
         assert terminal.exit_status() == 0
         assert terminal.is_restored()

@@ -91,7 +91,7 @@ def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) ->
 
 def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
     terminal = opened("--cast", "*.mlp=bf16", "--cast", "model.layers.0=f16", size=(80, 24))
-    terminal.wait_for(r"bf16 \d+ %")
+    terminal.wait_for(r"▄ bf16")
     terminal.wait_for("ready")
     terminal.press("u")
     terminal.wait_for("f32")
@@ -162,7 +162,7 @@ def hues(raw: bytes) -> set[str]:
 
 def test_without_colour(opened: Opener) -> None:
     terminal = opened(environment={"NO_COLOR": "1"})
-    terminal.wait_for("❯▾ demo")
+    terminal.wait_for("▌ ▾ demo")
     terminal.press("2")
     terminal.wait_for("bf16")
     assert hues(terminal.raw) == set()

@@ -46,5 +46,5 @@ async def test_the_smallest_terminal_has_six_lines_of_the_tree_and_the_panes_beh
             assert shown[tabs - 6].strip(), "six lines below the heading"
             assert tabs >= 7
             assert words in shown[tabs + 1]
-            assert "❯" in "".join(shown[1:tabs]), "the cursor is in sight"
+            assert "▌" in "".join(shown[1:tabs]), "the cursor is in sight"
             await pilot.press("tab")

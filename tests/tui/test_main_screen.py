@@ -366,8 +366,9 @@ async def test_totals_are_mixes_and_changed_tensors_say_from_what(app: DtypeApp)
         tree_of(app).go_to("model.layers.3.mlp.up_proj.weight")
         await pilot.press("2")
         text = screen(app)
-        assert "f32→bf16" in text
-        assert " %" in next(line for line in lines(app) if "▾ layers" in line)
+        assert "f32→ bf16 " in text
+        (mixed,) = (line for line in lines(app) if "▾ layers" in line)
+        assert re.search(r"▄▖▄ f32 ", mixed), "a section for each dtype, and the name of the first"
 
 
 async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -> None:
@@ -664,11 +665,11 @@ async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: Dt
             app, pilot, ready(app), events.MeasuringProgress(app.controller.experiment.recipe, "candidate", 1, 10)
         )
         await pilot.press("t")
-        assert re.search(r"measuring: candidate  10 % .* · then: timing  Esc stops", screen(app))
+        assert re.search(r"● measuring: candidate  10 % .*  next: timing  Esc stops", screen(app))
         assert notices(app) == []
         await say(app, pilot, events.Jobs("measure", ("speed", "scan")))
-        assert "· then: timing, scan  Esc stops" in screen(app)
-        assert "J stops one of the jobs" in screen(app)
+        assert "  next: timing, scan  Esc stops" in screen(app)
+        assert "J stop a job" in screen(app)
 
 
 async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> None:

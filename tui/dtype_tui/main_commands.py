@@ -15,7 +15,7 @@ from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.commands import Completer, all_commands
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
-from dtype_tui.widgets.tree_drawing import COLUMNS
+from dtype_tui.widgets.tree_columns import COLUMNS
 from dtype_tui.widgets.tree_rows import ORDERS
 
 

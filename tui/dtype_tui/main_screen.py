@@ -37,10 +37,11 @@ from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.state.read_only import HIDDEN, READ_ONLY
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
-from dtype_tui.widgets.status import next_keys, status_line
+from dtype_tui.widgets.status import KeyLine, key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
 from dtype_tui.windows import Windows
 
@@ -97,11 +98,12 @@ class MainScreen(Screen[None]):
     # -- layout --------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
+        yield Static(id="header", markup=False)
         with Container(id="main"):
             yield self.tree_view
             yield self.side
-        yield Static(id="status", markup=False)
-        yield Static(id="keys", markup=False)
+        yield KeyLine(id="status", markup=False)
+        yield KeyLine(id="keys", markup=False)
         yield Static(id="too-small", markup=False)
         yield Static(id="message", markup=False)
 
@@ -158,9 +160,11 @@ class MainScreen(Screen[None]):
     def _show_status(self) -> None:
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
-        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, width))
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None, width)
-        self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
+        chosen = self._chosen_keys
+        self._put("#header", header_line(experiment, width))
+        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, width, chosen))
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None)
+        self._put("#keys", key_line(keys, width, chosen))
 
     def _put(self, id: str, words: Text) -> None:
         """Set the text of the widget with the selector `id` if the text has changed. Redrawing an unchanged line would waste bytes

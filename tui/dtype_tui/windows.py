@@ -171,7 +171,15 @@ class Windows:
             controller.notify(words, "warning")
             return
         if experiment.scan.report is None or experiment.why_scan_is_stale:
-            controller.notify("the Pareto front comes from a scan: s starts one", "information")
+            scan = experiment.scan
+            words = "s starts one"
+            if scan.running:
+                words = "the running scan has no estimates yet"
+            elif experiment.why_scan_is_stale:
+                words = f"{experiment.why_scan_is_stale}, so s starts another"
+            elif scan.requested and not scan.finished:
+                words = "s resumes the stopped one"
+            controller.notify(f"the Pareto front comes from a scan: {words}", "information")
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 

@@ -189,7 +189,7 @@ def _measure_details(
     option = session.options.floor
     floor = None
     if option == "always" or (option == "auto" and near_floor(report.output)):
-        floor = session.floor(partial(say_share, "the reference against itself"))
+        floor = session.floor(partial(say_share, "measuring the noise floor"))
     nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
     remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
     return _Details(floor, nonfinite, attribution, meaning(report.output, floor, report.modules), suggest, remedy)

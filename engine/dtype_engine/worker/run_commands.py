@@ -120,7 +120,7 @@ class CommandRunner:
                 if remedy is not None:
                     self._emit(events.LossRemedyFound(recipe, remedy))
             case MeasureFloor():
-                floor = session.floor(self._progress(recipe, "the reference against itself"), token)
+                floor = session.floor(self._progress(recipe, "measuring the noise floor"), token)
                 if floor is not self._emitted_floor:
                     self._emitted_floor = floor
                     self._emit(events.NoiseFloorMeasured(floor))

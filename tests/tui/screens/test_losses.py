@@ -102,7 +102,7 @@ async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> 
         await say(app, pilot, events.Measured(F16, report(F16)), events.LossRemedyFound(F16, found), events.Idle())
         assert f"a applies {DOWN[:20]}" in pane(app)
         assert "tried: SQNR 40.00 dB" in pane(app)
-        assert "a keeps the lost values" in flat(app)  # the line of keys
+        assert "a keep the lost values" in flat(app)  # the line of keys
         await pilot.press("a")
         assert app.controller.experiment.recipe == F16.then(Rule(DOWN, "bfloat16"))
         assert engine(app).recipes[-1] == app.controller.experiment.recipe

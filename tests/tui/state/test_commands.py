@@ -319,10 +319,10 @@ async def test_columns_themes_filters_and_actions_by_name() -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         await enter(app, pilot, "columns bytes")
-        assert "params" not in lines(app)[0]
-        assert "bytes" in lines(app)[0]
+        assert "SQNR" not in lines(app)[1]
+        assert "bytes" in lines(app)[1]
         await enter(app, pilot, "columns")
-        assert "params" in lines(app)[0]
+        assert "SQNR" in lines(app)[1]
         await enter(app, pilot, "theme high-contrast")
         assert app.theme == "high-contrast"
         await enter(app, pilot, "filter down_proj")

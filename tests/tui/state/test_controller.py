@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import msgspec
 import pytest
@@ -18,7 +19,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.session_store import SavedSession
-from dtype_tui.widgets.status import status_line
+from dtype_tui.widgets.header import header_line
 
 BF16 = Recipe((Rule("*", "bfloat16"),))
 OTHER = Recipe((Rule("*", "float16"),))
@@ -168,13 +169,10 @@ def test_a_scan_that_waits_is_stopped_by_itself(alone: Alone) -> None:
     assert alone.controller.life.current_activity()[0] == "stopping: measuring: candidate"
 
 
-def test_the_status_line_says_on_which_machine_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_header_says_on_which_machine_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "host", "gpu")
     alone = Alone()
-    assert str(status_line(alone.experiment, ("", None, ""), alone.controller.activity, "ready", 80)).endswith(
-        "demo · gpu"
-    )
+    assert re.search(r"^ demo  .*  gpu  ", header_line(alone.experiment, 80).plain)
     alone.opened()
-    assert str(status_line(alone.experiment, ("", None, ""), alone.controller.activity, "ready", 80)).endswith(
-        "demo · LlamaForCausalLM · cpu on gpu"
-    )
+    assert header_line(alone.experiment, 120).plain.startswith(" demo  LlamaForCausalLM  707.8 k params  cpu on gpu  ")
+    assert "Llama" not in header_line(alone.experiment, 60).plain, "the class is left out before the device"

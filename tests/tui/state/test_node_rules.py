@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.helpers.recording_engine import demo_tree
+
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_tui.state.node_rules import effects_on, never_cast_count
@@ -20,7 +22,7 @@ TREE = Tree(
 
 
 def test_a_prompt_for_quantised_weights_says_that_they_stay_and_why() -> None:
-    planned = make_plan(TREE, Recipe()).dtypes
+    planned = make_plan(TREE, Recipe())
     words = preview_words(preview(TREE, planned, Rule("mlp", "float16")))
     assert words == f"casts nothing: leaves 3 tensors as stored (first mlp.up.qweight: {WHY})"
     assert preview_words(preview(TREE, planned, Rule("*", "float16"))).startswith("matches 1 tensor ")
@@ -31,3 +33,16 @@ def test_a_node_names_its_tensors_that_no_rule_casts() -> None:
     assert [never_cast_count(TREE, node) for node in ("", "mlp", "mlp.up.scales", "norm", "ids")] == [3, 3, 1, 0, 0]
     assert effects_on(TREE, plan, "mlp") == []
     assert [effect.decides for effect in effects_on(TREE, plan, "")] == [1]
+
+
+def test_a_preview_counts_below_closed_nodes_and_names_the_rules_that_it_overrides() -> None:
+    tree = demo_tree()
+    plan = make_plan(tree, Recipe((Rule("*.self_attn", "float16"), Rule("*.{gate,up}_proj", "bfloat16"))))
+    shown = preview(tree, plan, Rule("model.layers.{0..1}", "bfloat16"))
+    assert [shown.count_below(tree.modules[name]) for name in ("", "model.layers", "model.layers.0.mlp")] == [18, 18, 3]
+    assert shown.count_below(tree.modules["model.layers.2"]) == 0
+    assert shown.overrides == "8 tensors of rule 1", "the other rule's dtype is the same"
+    assert " · overrides 8 tensors of rule 1" in preview_words(shown)
+    assert preview(tree, plan, Rule("model.norm", "int8")).overrides == ""
+    assert preview(tree, plan, Rule("model.layers.0", "int8")).overrides == "4 tensors of rule 1, 2 of rule 2"
+    assert preview(tree, plan, Rule("model.layers.0.self_attn.q_proj", "stored")).overrides == "1 tensor of rule 1"

@@ -85,9 +85,9 @@ def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
     experiment.take(so_far(2))
     activity = Activity()
     activity.begin("measuring: candidate", 0.4)
-    wide = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 120)
+    wide = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 120, {})
     assert "KL 2.500e-04 ± 5e-05 nats, 2 of 6 sequences" in wide.plain
-    narrow = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
+    narrow = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80, {}).plain
     assert "2 of 6 sequences  Esc stops" in narrow
     assert "KL" not in narrow, "the Drift pane has it"
     assert len(narrow) <= 80
@@ -133,6 +133,6 @@ def test_how_long_it_takes_and_how_much_was_run_come_before_the_figure(experimen
         now[0] += 60.0
     experiment.take(so_far(2))
     experiment.model = dataclasses.replace(experiment.model, title=title)
-    line = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
+    line = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80, {}).plain
     assert " min left  2 of 6 sequences  Esc stops" in line
     assert len(line) <= 80

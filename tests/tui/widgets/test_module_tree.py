@@ -156,10 +156,10 @@ async def test_copying_goes_through_the_terminal_and_only_by_the_key() -> None:
 async def test_the_line_of_keys_says_what_comes_next() -> None:
     app = make_app()
     async with app.run_test() as pilot:
-        assert "2 cast this to bf16" in screen(app)
+        assert "1-8 dtype  c cast  s scan" in screen(app)
         await pilot.press("2")
         await measured(app, pilot)
-        assert "w worst module" in screen(app)
+        assert "u undo  w worst" in screen(app)
         await pilot.press("slash", *"proj", "enter")
         await until(pilot, lambda: "n next match" in screen(app))
 
@@ -173,9 +173,9 @@ async def test_members_of_a_group_that_share_a_scale_say_with_whom() -> None:
         controller.add_rule(Rule("*.layers.0.self_attn.[qk]_proj", "nvfp4"))
         controller.add_rule(Rule("*.layers.0.mlp.*_proj", "mxfp4"))
         tree.go_to("model.layers.0.self_attn.q_proj.weight")
-        await until(pilot, lambda: "nvfp4 scale with k" in screen(app))
+        await until(pilot, lambda: "nvfp4  scale with k" in screen(app))
         lines = screen(app).splitlines()
         found = {name: line for line in lines for name in line.split()[:3] if " with " in line and "_proj" in name}
         assert set(found) == {"q_proj", "k_proj"}, "nothing of v_proj or the MLP"
-        assert "nvfp4 scale with q" in found["k_proj"]
-        assert any("weight  [96 × 96]" in line and "f32→nvfp4 scale with k" in line for line in lines)
+        assert "nvfp4  scale with q" in found["k_proj"]
+        assert any("weight  [96 × 96]" in line and "f32→ nvfp4  scale with k" in line for line in lines)

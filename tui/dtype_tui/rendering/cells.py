@@ -6,34 +6,16 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes, percent
+from dtype_engine.core.units import human_bytes
+from dtype_tui.rendering.palette import TRACK, colour
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Totals
+    from collections.abc import Sequence
+
     from dtype_engine.results.drift import ModuleDrift
 
-COLOURS = {
-    "float64": "magenta", "float32": "default", "bfloat16": "cyan", "float16": "green", "float8_e4m3fn": "yellow",
-    "float8_e5m2": "yellow", "int8": "red",
-}  # fmt: skip
-_OF_BLOCKS = {
-    ("float", 8): "yellow", ("float", 6): "bright_yellow", ("float", 4): "bright_magenta",
-    ("int", 8): "red", ("int", 4): "bright_red",
-}  # fmt: skip
-"""The colour of each block format, by the number type (float or int) and the number of bits of the format's elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-BEST_DB = 80.0
-"""The SQNR in dB at which the bar for a module's drift is empty. It is also empty for any higher SQNR."""
-
-
-def colour(dtype: str) -> str:
-    """Return the colour, from the terminal's palette, in which a dtype is drawn."""
-    row = dtypes.BY_NAME.get(dtype)
-    if row is not None and row.blocks is not None:
-        return _OF_BLOCKS[row.kind, row.bits]
-    return COLOURS.get(dtype.removesuffix(dtypes.PER_TENSOR), "default")
 
 
 def name_cell(text: str, width: int) -> str:
@@ -59,46 +41,17 @@ def wrap_dotted(name: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
-    """Return a text with a node's dtypes and their shares of its bytes, such as `bf16 83 % · f32 17 %`, as (text, dtype) pairs. The
-    dtype determines the colour of its text. If dtypes are omitted because the cell is too narrow, `+1` at the end counts them.
-    width: the cell's width.
-    """
-    shares = totals.mix()
-    if not shares:
-        return []
-    if len(shares) == 1:
-        return [(dtypes.short_name(shares[0][0]), shares[0][0])]
-    pieces: list[tuple[str, str]] = []
-    used = 0
-    for index, (dtype, share) in enumerate(shares):
-        text = f"{dtypes.short_name(dtype)} {percent(share)} %"
-        rest = f" +{len(shares) - index}"
-        separator = " · " if pieces else ""
-        needed = (
-            used + len(separator) + len(text) + (len(f" +{len(shares) - index - 1}") if index + 1 < len(shares) else 0)
-        )
-        if pieces and needed > width:
-            pieces.append((rest, ""))
-            break
-        if separator:
-            pieces.append((separator, ""))
-        pieces.append((text, dtype))
-        used += len(separator) + len(text)
-    return pieces
-
-
-def drift_cell(drift: ModuleDrift | None) -> tuple[str, str]:
-    """Return (SQNR in dB or a word, bar) for a module's drift. A longer bar means more drift."""
+def drift_text(drift: ModuleDrift | None) -> str:
+    """Return a module's SQNR in dB without the unit, or a word of at most seven cells in place of it."""
     if drift is None:
-        return "", ""
+        return ""
     if drift.nonfinite or (drift.sqnr_db is not None and math.isnan(drift.sqnr_db)):
-        return "inf/nan", "!!!"
+        return "inf/nan"
     if drift.sqnr_db is None:
-        return "other", ""
+        return "other"
     if math.isinf(drift.sqnr_db):
-        return ("exact", "") if drift.sqnr_db > 0 else ("-inf", bar(1.0, 3))
-    return f"{drift.sqnr_db:.1f}", bar((BEST_DB - drift.sqnr_db) / BEST_DB, 3)
+        return "exact" if drift.sqnr_db > 0 else "-inf"
+    return f"{round(drift.sqnr_db, 1) + 0.0:.1f}"  # never -0.0
 
 
 def short_bytes(size: int) -> str:
@@ -112,3 +65,31 @@ def bar(share: float, width: int) -> str:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)
+
+
+def meter(share: float, width: int, colour_name: str) -> list[tuple[str, str]]:
+    """Return a low bar of `width` cells that is filled in steps of half a cell, as pairs (text, style). Its empty part is a line at
+    the bottom, so that the bar can be read without colours. share: the filled part, from 0 to 1. Any larger share than 0 fills half
+    a cell at least.
+    """
+    halves = min(2 * width, max(round(2 * width * share), 1 if share > 0 else 0))
+    filled = "▄" * (halves // 2) + "▖" * (halves % 2)
+    return [(filled, colour_name), ("▁" * (width - len(filled)), TRACK)]
+
+
+def stacked(shares: Sequence[tuple[str, float]], width: int, filled: float = 1.0) -> list[tuple[str, str]]:
+    """Return a low bar of `width` cells with a section for each dtype, as pairs (text, style).
+
+    shares: (dtype, its share of the whole), largest first. filled: the part of the bar that the sections fill, from 0 to 1. Every
+    section ends with half a cell, which separates it from the next. If there are more dtypes than cells, the smallest are left out.
+    """
+    cells = min(width, max(round(width * filled), 1))
+    shown = [(dtype, share) for dtype, share in shares if share > 0][:cells]
+    pieces, used, passed = [], 0, 0.0
+    for index, (dtype, share) in enumerate(shown):
+        passed += share
+        left = len(shown) - index - 1
+        end = cells if not left else max(used + 1, min(cells - left, round(cells * passed)))
+        pieces.append(("▄" * (end - used - 1) + ("▖" if left else "▄"), colour(dtype)))
+        used = end
+    return [*pieces, ("▁" * (width - used), TRACK)]

@@ -10,6 +10,7 @@ from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from dtype_tui.screens.modal import ModalScreen, Result
+from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
 
 
 class ChoiceScreen(ModalScreen[Result]):
@@ -60,13 +61,19 @@ class ChoiceScreen(ModalScreen[Result]):
 
     def redraw(self) -> None:
         """Draw the lines again."""
-        self.lines.update(self.draw())
+        drawn = self.draw().split("\n", allow_blank=True)
+        for line in drawn:
+            if line.plain.startswith(EDGE):
+                line.pad_right(max(0, self.lines.size.width - line.cell_len))
+                line.stylize_before(cursor_style(self))
+                line.stylize(EDGE_STYLE, 0, 1)
+        self.lines.update(Text("\n").join(drawn))
 
     def marker(self, index: int) -> tuple[str, str]:
-        """Return what to draw at the beginning of the line with this index, as (text, style): a mark if it is the chosen line,
-        otherwise blanks.
+        """Return what to draw at the beginning of the line with this index, as (text, style): the edge of the cursor if it is the
+        chosen line, otherwise blanks.
         """
-        return "› " if index == self.index else "  ", "bold"
+        return f"{EDGE} " if index == self.index else "  ", ""
 
     def action_move(self, step: int) -> None:
         self.index = (self.index + step) % self._count

@@ -16,6 +16,7 @@ from dtype_engine.results.drift import ModuleDrift, sqnr_gain
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.cells import short_bytes
 from dtype_tui.rendering.loss_text import loss_mark
+from dtype_tui.rendering.palette import ramp
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
@@ -97,7 +98,8 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
         if left is not None and right is not None:
             row(name, left, right)
 
-    both("meaning", lambda entry: meaning(entry.output).word)
+    words = (meaning(entry.output).word for entry in (first, second))
+    table.add_row("meaning", *(Text(word, style=ramp(word)) for word in words))
     both("SQNR", lambda entry: decibels(entry.output.sqnr_db))
     both("max |Δ|", lambda entry: f"{entry.output.max_abs:.4e}")
     if first.output.nonfinite or second.output.nonfinite:
@@ -105,7 +107,7 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
     if any(entry.overflowed or entry.vanished for entry in (first, second)):
         both("values lost", lambda entry: loss_mark(entry.overflowed, entry.vanished) or "none")
     both("KL mean", _kl)
-    both("same top", _same_top)
+    both("same top-1", _same_top)
     both("perplexity", _perplexity)
     both("time", lambda entry: None if entry.seconds is None else seconds_text(entry.seconds))
     both("inputs", lambda entry: printable(entry.inputs, 200))

@@ -20,17 +20,16 @@ from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.loss_text import loss_mark
+from dtype_tui.rendering.palette import ramp
 from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin, without_figures
+from dtype_tui.state.measurement_log import MeasuredRecipe, mark, toggle_pin, without_figures
 
-_MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_OTHER_MARK = "+"
 _RULES = "rules"
 _RULES_WIDTH = 22
 """Minimum width in cells of the column of rules. Other columns are left out if the column of rules would be narrower."""
-_OPTIONAL_COLUMNS = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
+_OPTIONAL_COLUMNS = ("perplexity", "same top-1", "SQNR dB", "KL nats", "bytes")
 """Columns that may be omitted in a narrow window, in the order in which they are omitted."""
 _PADDING = 2
 
@@ -76,7 +75,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         with Vertical() as box:
             box.border_title = "Measured recipes"
             box.border_subtitle = "Enter goes back  p pins  c compares  P all  m measures  Esc closes"
-            yield DataTable(cursor_type="row", zebra_stripes=False)
+            yield DataTable(cursor_type="row", zebra_stripes=False, cursor_foreground_priority="renderable")
             yield Static(id="rules", markup=False)
             yield Static(id="plot", markup=False)
 
@@ -127,19 +126,19 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     def _cells(self, index: int) -> dict[str, Text]:
         entry = self._entries[index]
-        mark = _mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
-        mark += "P" if self._experiment.is_baseline(entry) else ""
+        marks = mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
+        marks += "P" if self._experiment.is_baseline(entry) else ""
         now = entry.recipe == self._experiment.recipe and entry.settings == self._experiment.settings
         output = entry.output
         top1 = "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.2f} %"
         sqnr = "not finite" if output.nonfinite else decibels(output.sqnr_db).removesuffix(" dB")
         return {
-            "": Text(mark, style="bold" if entry.pinned else ""),
+            "": Text(marks, style="bold" if entry.pinned else ""),
             "bytes": Text(short_bytes(entry.planned_bytes), justify="right"),
-            "drift": Text(self._meaning(entry).word),
+            "drift": Text(self._meaning(entry).word, style=ramp(self._meaning(entry).word)),
             "SQNR dB": Text(sqnr, justify="right"),
             "KL nats": Text(_number(output.kl_mean, ".3e"), justify="right"),
-            "same top": Text(top1, justify="right"),
+            "same top-1": Text(top1, justify="right"),
             "perplexity": Text(_number(output.perplexity_candidate, ".4f"), justify="right"),
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
@@ -190,7 +189,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         for index, entry in enumerate(self._entries):
             drift = entry.drift(distribution)
             if drift is not None:
-                series.append(Series(((entry.planned_bytes / 2**20, drift),), _mark(index), "bold"))
+                series.append(Series(((entry.planned_bytes / 2**20, drift),), mark(index), "bold"))
         points = [point for each in series for point in each.points]
         drawn = plot(series, axes_around(points), max(20, widget.size.width), max(4, widget.size.height - 1))
         unit = "KL, nats" if distribution else "relative squared error"
@@ -223,7 +222,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             return
         first, self._chosen = self._chosen, None
         self._fill(at)
-        sides = (side_of(self._experiment, self._entries[index], _mark(index)) for index in (first, at))
+        sides = (side_of(self._experiment, self._entries[index], mark(index)) for index in (first, at))
         self.app.push_screen(comparison_screen(self._experiment, *sides))
 
     def action_compare_all(self) -> None:
@@ -254,10 +253,6 @@ def _time_or_extent(entry: MeasuredRecipe) -> str:
     if entry.in_part:
         return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)
-
-
-def _mark(index: int) -> str:
-    return _MARKS[index] if index < len(_MARKS) else _OTHER_MARK
 
 
 def _number(value: float | None, form: str) -> str:

@@ -48,7 +48,7 @@ class JobsScreen(ChoiceScreen[None]):
             if index == 0:
                 text.append(f"{self._activity.what}  {self._activity.progress_words(20)}\n", style="bold")
             else:
-                text.append(f"then: {WORDS[name][0]}\n")
+                text.append(f"next: {WORDS[name][0]}\n")
         if not jobs:
             text.append("No job is running or waiting.\n")
         text.right_crop(1)

@@ -81,7 +81,7 @@ def _effect_words(effect: PresetEffect | None) -> str:
     if effect is None:
         return "…"
     if effect.recipe is None:
-        return "needs the module classes, which are not known" if effect.needs_classes else "nothing to do here"
+        return "available once the model has loaded" if effect.needs_classes else "nothing to do here"
     stored, planned = effect.stored_bytes, effect.planned_bytes
     change = change_text(stored, planned)
     return f"{effect.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>11}"

@@ -18,7 +18,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import with_error
 from dtype_engine.results.scan import WeightScore
 from dtype_engine.search.sensitivity import layer_map, ranking
-from dtype_tui.rendering.cells import colour, short_bytes, truncate
+from dtype_tui.rendering.cells import meter, short_bytes, truncate
+from dtype_tui.rendering.palette import colour, heat
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import figure
@@ -75,7 +76,7 @@ class ScanScreen(ModalScreen[str | None]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="scan-title", markup=False)
-        yield DataTable(cursor_type="row", zebra_stripes=False, cell_padding=1)
+        yield DataTable(cursor_type="row", zebra_stripes=False, cell_padding=1, cursor_foreground_priority="renderable")
         with VerticalScroll():
             yield Static(id="scan-map", markup=False)
         yield Static(id="scan-keys", markup=False)
@@ -136,13 +137,14 @@ class ScanScreen(ModalScreen[str | None]):
         most = max((row.score.score for row in rows if math.isfinite(row.score.score)), default=0.0)
         self._names = [row.score.name for row in rows]
         for row in rows:
+            share = _share(row.score.score, most)
             name = printable(row.score.name, 500).removesuffix(".weight")
             cells = [Text(name if len(name) <= name_width else "…" + name[-(name_width - 1) :])]
             if self._all:
                 cells.append(Text(dtypes.short_name(row.score.dtype), style=colour(row.score.dtype)))
             cells += [
                 Text(_score(row.score, wide), justify="right"),
-                Text(_shade(row.score.score, most) * 3, style=_heat_style(_share(row.score.score, most))),
+                Text.assemble(*meter(share, 4, heat(share))),
                 Text(short_bytes(row.saved) if row.saved > 0 else "-", justify="right"),
             ]
             if wide:
@@ -153,20 +155,20 @@ class ScanScreen(ModalScreen[str | None]):
             table.move_cursor(row=at if self._names[at : at + 1] == [before] else self._names.index(before))
 
     def _map(self) -> Text:
-        heat = layer_map(self.experiment.tree, self.view.scores, self.view.dtype)
-        most = max((value for value in heat.cells.values() if math.isfinite(value)), default=0.0)
-        labels = [printable(layer, 60) for layer in heat.layers]
+        layers_map = layer_map(self.experiment.tree, self.view.scores, self.view.dtype)
+        most = max((value for value in layers_map.cells.values() if math.isfinite(value)), default=0.0)
+        labels = [printable(layer, 60) for layer in layers_map.layers]
         labels = [label if len(label) <= 18 else "…" + label[-17:] for label in labels]
         first = max((len(label) for label in labels), default=0) + 1
-        width = max(6, min(13, (self.size.width - first - 4) // max(1, len(heat.kinds))))
-        heads = short_kinds(heat.kinds, width - 1)
+        width = max(6, min(13, (self.size.width - first - 4) // max(1, len(layers_map.kinds))))
+        heads = short_kinds(layers_map.kinds, width - 1)
         text = Text(f"{'layer':<{first}}", style="dim", no_wrap=True)
         for head in heads:
             text.append(f"{head:<{width}}", style="bold not dim")
-        for layer, label in zip(heat.layers, labels, strict=True):
+        for layer, label in zip(layers_map.layers, labels, strict=True):
             text.append(f"\n{label:<{first}}")
-            for kind in heat.kinds:
-                score = heat.cells.get((layer, kind))
+            for kind in layers_map.kinds:
+                score = layers_map.cells.get((layer, kind))
                 if score is None:
                     text.append(" " * width)
                     continue
@@ -176,7 +178,7 @@ class ScanScreen(ModalScreen[str | None]):
                     f"{truncate(_shade(score, most) * 2 + exponent, width - 1):<{width}}",
                     style=_heat_style(_share(score, most)),
                 )
-        rest = sorted(heat.rest, key=lambda entry: -entry[1])
+        rest = sorted(layers_map.rest, key=lambda entry: -entry[1])
         if rest:
             text.append("\n\nin no layer", style="dim")
             for name, score in rest[:8]:
@@ -186,7 +188,9 @@ class ScanScreen(ModalScreen[str | None]):
         text.append(f"\n\nfigures: log10 of {unit}\nshades ", style="dim")
         text.append(_SHADES[1:])
         text.append(": from a hundredth of the highest score to the highest", style="dim")
-        kinds = [f"{head} {printable(kind, 60)}" for head, kind in zip(heads, heat.kinds, strict=True) if head != kind]
+        kinds = [
+            f"{head} {printable(kind, 60)}" for head, kind in zip(heads, layers_map.kinds, strict=True) if head != kind
+        ]
         line = ""
         for kind in kinds:
             if len(line) + len(kind) + 3 > max(40, self.size.width - 4):
@@ -283,8 +287,5 @@ def _shade(score: float, most: float) -> str:
 
 
 def _heat_style(share: float) -> Style:
-    """Return the colour, from the terminal's palette, in which a score is drawn. share: the score on the scale from 0 to 1 of
-    `_share`.
-    """
-    name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
-    return Style(color=name, bold=share > 0.75, dim=share <= 0)
+    """Return the style in which a score is drawn. share: the score on the scale from 0 to 1 of `_share`."""
+    return Style(color=heat(share), bold=share > 0.75) if share > 0 else Style(dim=True)

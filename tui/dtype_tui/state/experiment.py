@@ -16,7 +16,7 @@ from dtype_engine.recipe.regexes import shortened
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.hint_keys import with_keys
-from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, measured, remember
+from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, mark, measured, remember
 from dtype_tui.state.results import Losses, Results, measured_modules
 from dtype_tui.state.scan import ScanState
 
@@ -296,6 +296,12 @@ class Experiment:
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
         return self.baseline is not None and self.baseline.key == entry.key
+
+    @property
+    def baseline_mark(self) -> str:
+        """The baseline's mark in the history, such as `#4`, or "" without a baseline."""
+        places = (index for index, entry in enumerate(self.measured) if self.is_baseline(entry))
+        return next((f"#{mark(index)}" for index in places), "")
 
     @property
     def baseline_modules(self) -> Mapping[str, ModuleDrift]:

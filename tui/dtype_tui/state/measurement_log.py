@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MOST_MEASURED = 1000
 """Maximum number of measurements in the history. Each may be of another recipe, and an engine elsewhere may send any number."""
+_MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,11 @@ def measured(report: DriftReport, recipe: Recipe, settings: RunSettings, planned
         overflowed=sum(loss.overflowed for loss in lost),
         vanished=sum(loss.vanished for loss in lost),
     )
+
+
+def mark(index: int) -> str:
+    """Return the character that names the measurement at this index of the history on the screen."""
+    return _MARKS[index] if index < len(_MARKS) else "+"
 
 
 def remember(history: tuple[MeasuredRecipe, ...], new: MeasuredRecipe) -> tuple[MeasuredRecipe, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from dtype_engine.recipe import Rule, select, tensor_bytes, uncast_words
+from dtype_engine.core.dtypes import STORED
+from dtype_engine.recipe import Plan, Rule, select, tensor_bytes, uncast_words
 from dtype_engine.recipe.fused_words import fused_words
 
 if TYPE_CHECKING:
-    from dtype_engine.core.tree import Tree
+    from dtype_engine.core.tree import Module, TensorInfo, Tree
 
 PREVIEW_S = 0.5
 """Time limit in seconds for matching a pattern that the user is typing."""
@@ -32,14 +35,24 @@ class Preview:
     """Number of matching tensors that the rule does not cast."""
     uncastable: str
     """The name of the first tensor that matches but is not cast, and the reason, as text. "" if there is no such tensor."""
+    overrides: str = ""
+    """Which rules decide these tensors now, and for how many the typed rule would replace another dtype, as text: for example,
+    `6 tensors of rule 1`. "" if there are none.
+    """
     fused: str = ""
     """What happens to other weights if the rule casts only some of the weights that a runtime fuses into one, as text: for example,
     `k_proj, v_proj: new scale`. "" if nothing happens to them.
     """
+    counts: tuple[int, ...] = ()
+    """How many of the first tensors of `Tree.order` the rule would cast, for each number of first tensors from 0 on."""
+
+    def count_below(self, module: Module) -> int:
+        """Return how many tensors at or below a module the rule would cast."""
+        return self.counts[module.end] - self.counts[module.first]
 
 
-def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
-    """Return what a rule would do. planned: the dtype of each tensor under the current recipe, by name.
+def preview(tree: Tree, plan: Plan, rule: Rule) -> Preview:
+    """Return what a rule would do if it were added to the recipe of `plan`.
 
     Raises PatternError, also for a pattern that takes longer than `PREVIEW_S` to match, because keys wait for the preview.
     """
@@ -50,9 +63,23 @@ def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
         taken.modules,
         names,
         sum(tensor.numel for tensor in tensors),
-        sum(tensor_bytes(tensor, planned[tensor.name]) for tensor in tensors),
+        sum(tensor_bytes(tensor, plan.dtypes[tensor.name]) for tensor in tensors),
         sum(tensor_bytes(tensor, rule.dtype) for tensor in tensors),
         len(taken.uncastable),
         uncast_words(tree, taken) if taken.uncastable else "",
-        fused_words(rule.dtype, names, planned, tree.fused_groups),
+        _overridden(plan, rule, tensors),
+        fused_words(rule.dtype, names, plan.dtypes, tree.fused_groups),
+        tuple(accumulate((tensor.name in names for tensor in tree.order), initial=0)),
     )
+
+
+def _overridden(plan: Plan, rule: Rule, tensors: Sequence[TensorInfo]) -> str:
+    dtypes = (tensor.dtype if rule.dtype == STORED else rule.dtype for tensor in tensors)
+    changed = (tensor.name for tensor, dtype in zip(tensors, dtypes, strict=True) if plan.dtypes[tensor.name] != dtype)
+    by_rule = Counter(plan.decided_by[name] for name in changed if name in plan.decided_by)
+    parts = [(f"{count:,}", f"of rule {index + 1}") for index, count in sorted(by_rule.items())]
+    if not parts:
+        return ""
+    (first, of), *others = parts
+    first = f"{first} tensor{'' if first == '1' else 's'} {of}"
+    return ", ".join((first, *(" ".join(part) for part in others[:2]), *(["…"] if len(others) > 2 else [])))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 from dtype_tui.rendering.loss_text import loss_marks
 
 if TYPE_CHECKING:
@@ -62,6 +64,17 @@ class Results:
         from dtype_engine.results.drift import worst_modules  # the first paint does not need it
 
         return worst_modules(self.modules.values())[:count]
+
+    @cached_property
+    def sqnr_range(self) -> tuple[float, float]:
+        """The SQNRs in dB at which a module's bar is full and empty: those of the worst and the best module of this model, and at
+        least the limits of a small drift. Bars thus differ within a model, and are short if nothing drifts much.
+        """
+        measured = [
+            drift.sqnr_db for drift in self.modules.values() if drift.sqnr_db is not None and not drift.nonfinite
+        ]
+        finite = [value for value in measured if math.isfinite(value)]
+        return min([SQNR_FP8, *finite]), max([SQNR_BF16, *finite])
 
     @property
     def origin(self) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import percent
-from dtype_tui.rendering.cells import bar
 from dtype_tui.state.measurement_log import MOST_MEASURED
 
 # The first paint does not need the search package, so it is imported where it is used.
@@ -175,17 +174,12 @@ class ScanState:
         self.measured.append(Point(plan.recipe, plan.planned_bytes, predicted.value, scalar_drift(report.output)))
         self.version += 1
 
-    def cell(self, node: str) -> tuple[str, str, float]:
-        """Return what the tree shows of a node's score for the dtype shown: (score as text, bar, heat). The heat is the score on
-        the scale from 0 to 1 of `heat`, which determines the colour.
-
-        Without a score, both texts are "" and the heat is 0.
+    def cell(self, node: str) -> tuple[str, float]:
+        """Return what the tree shows of a node's score for the dtype shown: the score as text, and its heat, which is the score on
+        the scale from 0 to 1 of `heat`. Without a score, they are "" and 0.
         """
         score = self.nodes.get(node)
-        if score is None:
-            return "", "", 0.0
-        heat = self.heat(score)
-        return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
+        return ("", 0.0) if score is None else (figure(score), self.heat(score))
 
     def heat(self, score: float) -> float:
         """Return a score on a logarithmic scale from 0 to 1: 1 for the score of the whole model, 0 for a thousandth of that or

@@ -99,7 +99,7 @@ class CommandLine(BottomPrompt):
         try:
             command, arguments = parse(line, self.completer.commands)
             if command.name == "cast":
-                shown = preview(self.experiment.tree, self.experiment.plan.dtypes, Rule.make(*arguments))
+                shown = preview(self.experiment.tree, self.experiment.plan, Rule.make(*arguments))
                 words.append(f" {preview_words(shown)}")
         except UserError as error:
             if line.strip() and not self.completer(line):

@@ -1,4 +1,4 @@
-"""The module tree: one line per node, with its dtype, parameters, bytes and drift.
+"""The module tree: one line per node, with its dtype, bytes and drift.
 
 The tree uses Textual's line API rather than its `Tree`: only visible rows are drawn, a cursor move repaints two lines, and the rows
 of children are created when their node opens. The tree is therefore as fast with 90,000 tensors as with 90.
@@ -6,7 +6,9 @@ of children are created when their node opens. The tree is therefore as fast wit
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
@@ -20,19 +22,10 @@ from textual.strip import Strip
 
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
-from dtype_tui.config.themes import IN_THE_TERMINALS_COLOURS
 from dtype_tui.state.node_rules import cast_nodes
-from dtype_tui.widgets.tree_drawing import (
-    BRIGHT,
-    CURSOR,
-    CURSOR_AWAY,
-    DIM,
-    PLAIN,
-    RowState,
-    columns_for,
-    heading,
-    row_segments,
-)
+from dtype_tui.widgets.cursor import over_cursor
+from dtype_tui.widgets.tree_columns import columns_for, needed_width
+from dtype_tui.widgets.tree_drawing import DIM, PLAIN, RowState, heading, row_segments
 from dtype_tui.widgets.tree_rows import (
     MOST_MATCHES,
     ORDERS,
@@ -54,7 +47,11 @@ MOST_OPENED = 20_000
 class ModuleTree(ScrollView, can_focus=True):
     """The tree widget. Its keys move the cursor and open and close nodes; the main screen handles all other keys."""
 
-    HELP = "Every module and tensor: dtype (or the mix by bytes), parameters, bytes under the recipe, drift as SQNR."
+    HELP = (
+        "Every module and tensor: dtype (or a bar of the mix by bytes, and the name of the largest part), bytes under the recipe, "
+        "with a bar of the share of the parent's bytes, and drift as SQNR in dB. The bar of the SQNR is full for the worst module "
+        "and empty for the best. Numbers of parameters appear in a wide terminal."
+    )
 
     DEFAULT_CSS = """
     ModuleTree { height: 1fr; overflow-x: hidden; scrollbar-size-vertical: 1; }
@@ -100,6 +97,8 @@ class ModuleTree(ScrollView, can_focus=True):
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
+        self._needed = (0, 0)
+        """The widths that the names in all rows need."""
         self._opened = first_opened(experiment.tree)
         self.rebuild()
 
@@ -112,6 +111,7 @@ class ModuleTree(ScrollView, can_focus=True):
             self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
         else:
             self.rows = open_rows(self.experiment, self._opened, self.order)
+        self._needed = needed_width(self.rows, self.experiment.model.title)
         index_of = {row.name: index for index, row in enumerate(self.rows)}
         while name not in index_of and name:
             name = name.rpartition(".")[0]
@@ -299,11 +299,13 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Repaint only those visible lines that have changed. A measurement changes only a few cells."""
+        """Repaint only those parts of the visible lines that have changed. A measurement changes only a few cells."""
         for y in range(self.size.height):
-            painted = self._painted.get(y)
-            if painted is not None and self._line(y) != painted:
-                self.refresh(Region(0, y, self.size.width, 1))
+            painted, line = self._painted.get(y), self._line(y)
+            if painted is not None and line != painted:
+                start, end = _same_cells(painted, line), _same_cells(reversed(list(painted)), reversed(list(line)))
+                width = max(painted.cell_length, line.cell_length)
+                self.refresh(Region(start, y, max(1, width - start - end), 1))
 
     def render_line(self, y: int) -> Strip:
         self._painted[y] = self._line(y)
@@ -311,36 +313,36 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def _line(self, y: int) -> Strip:
         width = self.size.width
-        scan = self.experiment.scan
-        columns = columns_for(width, self.hidden, scan.report is not None, self.experiment.baseline is not None)
+        scan, baseline = self.experiment.scan, self.experiment.baseline
+        columns = columns_for(width, self._needed, self.hidden, scan.report is not None, baseline is not None)
         base = self._base()
         if y == 0:
-            return heading(columns, scan.heading).adjust_cell_length(width, DIM).apply_style(base)
+            return (
+                heading(columns, scan.heading, self.experiment.baseline_mark)
+                .adjust_cell_length(width, DIM)
+                .apply_style(base)
+            )
         index = y - 1 + self.scroll_offset.y
         if index >= len(self.rows):
             return Strip.blank(width, base)
         row = self.rows[index]
+        opened = row.name in self._opened or bool(self.filter_text)
         state = RowState(
             under_cursor=index == self.cursor,
             lit=self._lit(row),
             match=row.name in self._match_set,
-            opened=row.name in self._opened or bool(self.filter_text),
+            opened=opened,
+            inside=0
+            if opened or self.preview is None or row.tensor is not None
+            else self.preview.count_below(row.module),
         )
-        strip = Strip(row_segments(self.experiment, row, columns, state)).adjust_cell_length(width, PLAIN)
-        strip = strip.simplify().apply_style(base)
-        if index == self.cursor:
-            # Dim text would have a different background when it is reversed.
-            over = CURSOR if self.has_focus else CURSOR_AWAY
-            return Strip(Segment.apply_style(strip, over, BRIGHT), strip.cell_length)
-        return strip
+        segments = Segment.adjust_line_length(row_segments(self.experiment, row, columns, state), width, PLAIN)
+        strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)
+        return strip.simplify().apply_style(base)
 
     def _base(self) -> Style:
-        """Return the tree's style.
-
-        It has the theme's colours or, in the default theme, the terminal's own colours, which saves 40 % of the bytes sent to the
-        terminal.
-        """
-        if self.app.theme in IN_THE_TERMINALS_COLOURS:
+        """Return the tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
+        if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
         return Style(color=colours.color, bgcolor=colours.bgcolor)
@@ -351,3 +353,9 @@ class ModuleTree(ScrollView, can_focus=True):
         if row.tensor is not None:
             return row.tensor.name in self.preview.tensors
         return row.name in self.preview.modules or any(name in self.preview.modules for name in ancestors(row.name))
+
+
+def _same_cells(one: Iterable[Segment], other: Iterable[Segment]) -> int:
+    """Return the width in cells of the segments at the beginning that both lines have."""
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return sum(segment.cell_length for segment, _ in same)

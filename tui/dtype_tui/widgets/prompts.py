@@ -74,7 +74,7 @@ class CastPrompt(BottomPrompt):
         super().close()
 
     def _matches_something(self, pattern: str) -> bool:
-        return bool(preview(self.experiment.tree, self.experiment.plan.dtypes, Rule(pattern, dtypes.STORED)).tensors)
+        return bool(preview(self.experiment.tree, self.experiment.plan, Rule(pattern, dtypes.STORED)).tensors)
 
     @property
     def _rule_text(self) -> str:
@@ -116,7 +116,7 @@ class CastPrompt(BottomPrompt):
             return
         shown: Preview | None = None
         try:
-            shown = preview(self.experiment.tree, self.experiment.plan.dtypes, Rule.parse(self.field.value))
+            shown = preview(self.experiment.tree, self.experiment.plan, Rule.parse(self.field.value))
         except UserError as error:
             begun = self.field.value.rpartition("=")[2].strip()
             names = dtypes.completions(begun) if begun and not _is_target(begun) else []
@@ -159,10 +159,11 @@ def preview_words(preview: Preview) -> str:
             )
         return "matches nothing in this model"
     count = len(preview.tensors)
-    fused = f" · {preview.fused}" if preview.fused else ""
+    more = f" · overrides {preview.overrides}" if preview.overrides else ""
+    more += f" · {preview.fused}" if preview.fused else ""
     return (
         f"matches {count:,} tensor{'s' if count != 1 else ''} · {human_count(preview.elements)} parameters · "
-        f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{fused}"
+        f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{more}"
     )
 
 

@@ -2,97 +2,150 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rich.style import Style
 from rich.text import Text
+from textual import events
+from textual.binding import Binding
+from textual.widgets import Static
 
-from dtype_engine.core.text import printable
 from dtype_engine.reports.text_drift import extent_text, partial_text
-from dtype_engine.results.meaning import meaning
+from dtype_tui.config.bindings import KEYS
+from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.rendering.loss_text import loss_status
+from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import PartialDrift
 
-ALWAYS = "? help  q quit"
+_DTYPES = ("", "dtype")
+"""The entry of the keys 1 to 8, which have eight actions."""
+_ACTION = "key_action"
+"""The name under which the style of a key's text holds the key's action. Textual would draw text with `@click` as a link."""
+_ALWAYS = (("help", "help"), ("quit", "quit"))
+_CAST = (_DTYPES, ("cast", "cast"), ("undo", "undo"))
+_USUAL = (
+    ("worst", "worst"), ("scan", "scan"), ("optimise", "optimise"), ("flow", "flow"), ("leave-with", "save"),
+    ("filter", "find"), ("command", "command"), ("details", "details"),
+)  # fmt: skip
 
 
-def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool, width: int) -> str:
-    """Return keys with their meanings for the current state, the most likely first: as many as fit into `width` cells.
+class KeyLine(Static):
+    """A line with keys. A click on a key or its meaning runs the key's action."""
 
-    The keys for help and quitting are always included. filtered: whether the tree is filtered. ended: whether there is no engine.
+    async def on_click(self, event: events.Click) -> None:
+        if action := event.style.meta.get(_ACTION):
+            await self.app.run_action(action, self.screen)
+
+
+def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool) -> list[tuple[str, str]]:
+    """Return the keys for the current state, those that the user probably needs next first, as pairs (id of the binding, meaning).
+
+    filtered: whether the tree is filtered. ended: whether there is no engine.
     """
-    busy = working.busy
+    results, busy = experiment.results, working.busy
     if filtered:
-        keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
+        first = [("match-next", "next match"), ("match-previous", "previous"), ("stop", "clear the filter"), *_CAST]
     elif ended:
-        keys = "R start the engine  u undo  c cast  1-8 dtype  / filter  Enter details  : command"
-    elif experiment.results.failure:
-        keys = "u undo  8 as stored  Enter details  m measure again  : command"
-    elif experiment.results.loss_remedy is not None and not busy:
-        keys = "a keeps the lost values  w worst module  u undo  c cast  1-8 dtype  Enter details  : command"
+        first = [("restart-engine", "start the engine"), *_CAST]
+    elif results.failure:
+        first = [("undo", "undo"), ("cast-node-stored", "as stored"), ("details", "details"), ("measure", "measure")]
+    elif not busy and results.nonfinite is not None and results.nonfinite.remedy is not None:
+        first = [("remedy", "make it finite"), *_CAST]
+    elif not busy and results.loss_remedy is not None:
+        first = [("remedy", "keep the lost values"), *_CAST]
     elif not experiment.recipe.rules:
-        keys = "2 cast this to bf16  c cast by pattern  / filter  Enter details  : command"
-    elif experiment.results.report is None and not busy and experiment.model.no_forward is None:
-        keys = "m measure  u undo  c cast  1-8 dtype  f dtype flow  : command"
-    elif experiment.results.report is not None and experiment.results.report.output.max_abs > 0:
-        keys = "w worst module  u undo  c cast  1-8 dtype  f dtype flow  : command"
+        first = [*_CAST[:2], ("scan", "scan"), ("optimise", "optimise"), ("presets", "presets"), ("filter", "find")]
+    elif results.report is None and not busy and experiment.model.no_forward is None:
+        first = [("measure", "measure"), *_CAST]
     else:
-        keys = "u undo  c cast  1-8 dtype  / filter  Enter details  : command"
-    pairs = keys.split("  ")
+        first = [*_CAST]
     if working.queue:
-        pairs.insert(0, "J stops one of the jobs")
-    while pairs and len(line := f" {'  '.join(pairs)}  {ALWAYS}") > width:
-        pairs.pop()
-    return line if pairs else f" {ALWAYS}"
+        first.insert(0, ("jobs", "stop a job"))
+    usual = _USUAL if results.report is not None and results.report.output.max_abs > 0 else _USUAL[1:]
+    return list(dict.fromkeys((*first, *(each for each in usual if each[0] not in dict(first)))))
+
+
+def key_line(pairs: list[tuple[str, str]], width: int, chosen: Mapping[str, str]) -> Text:
+    """Return the text of a `KeyLine` with as many of the keys as fit into `width` cells, and those for help and quitting. pairs:
+    what `next_keys` returns. chosen: the keys that the user has configured, by binding id.
+    """
+    end = _entries(_ALWAYS, chosen)
+    left = width - 1 - sum(each.cell_len + 2 for each in end)
+    shown: list[Text] = []
+    for each in _entries(pairs, chosen):
+        left -= each.cell_len + (2 if shown else 0)
+        if left < 0:
+            break
+        shown.append(each)
+    return Text.assemble(" ", Text("  ").join([*shown, *end]), no_wrap=True, overflow="ellipsis")
+
+
+def _entries(pairs: list[tuple[str, str]] | tuple[tuple[str, str], ...], chosen: Mapping[str, str]) -> list[Text]:
+    bindings = {binding.id: binding for binding in KEYS if isinstance(binding, Binding)}
+    entries = []
+    for name, meaning in pairs:
+        if not name:
+            entries.append(Text.assemble(("1-8", f"bold {ACCENT}"), f" {meaning}"))
+            continue
+        binding = bindings[name]
+        key = on_keyboard(keys_of(binding, chosen).partition(",")[0])
+        action = binding.action if "." in binding.action else f"screen.{binding.action}"
+        entry = Text.assemble((key, f"bold {ACCENT}"), f" {meaning}")
+        entry.stylize(Style(meta={_ACTION: action}))
+        entries.append(entry)
+    return entries
 
 
 def status_line(
-    experiment: Experiment, doing: tuple[str, float | None, str], working: Activity, idle: str, width: int
+    experiment: Experiment,
+    doing: tuple[str, float | None, str],
+    working: Activity,
+    idle: str,
+    width: int,
+    chosen: Mapping[str, str],
 ) -> Text:
     """Return the status line: what the engine is doing, its progress, the waiting jobs, and what Esc does.
 
-    If there is room, the model, its class and its device follow at the right end. doing: what the engine is doing, or "" if idle;
-    the share (0 to 1) of it that is done; and what Esc does now. idle: the words to show while the engine is idle.
+    If there is room, keys that show more about the past follow at the right end. doing: what the engine is doing, or "" if idle;
+    the share (0 to 1) of it that is done; and what Esc does now. idle: the words to show while the engine is idle. chosen: the keys
+    that the user has configured, by binding id.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
+    line.append("● ", style=ACCENT if activity else "green" if idle == "ready" else "yellow")
     if activity:
         line.append(activity)
         if share is not None:
             line.append(f" {working.progress_words(12 if width >= 100 else 6)}")
-        waits = f" · then: {working.queue}" if working.queue else ""
+        waits = f"  next: {working.queue}" if working.queue else ""
         if experiment.results.partial_drift is not None:
             left = width - line.cell_len - len(f"  {waits}  {stops} ")
-            line.append(f"  {_so_far(experiment.results.partial_drift, left, printable(experiment.model.title, 40))}")
-        line.append(waits)
+            line.append(f"  {_so_far(experiment.results.partial_drift, left)}")
+        line.append(waits, style="dim")
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
-        if experiment.results.report is not None:
-            line.append(f" · drift: {meaning(experiment.results.report.output, experiment.floor).word}")
     if lost := loss_status(experiment.results.losses.values or ()):
-        line.append(f"  {lost}", style="bold")
-    where = printable(experiment.model.device or experiment.model.host, 40)
-    class_name = printable(experiment.model.class_name, 60)
-    parts = [part for part in (printable(experiment.model.title, 40), class_name, where) if part]
-    while parts and line.cell_len + len(" · ".join(parts)) + 2 > width:
-        parts.pop(min(1, len(parts) - 1))  # leave out the class first, then the device
-    about = " · ".join(parts)
-    line.append(" " * max(1, width - line.cell_len - len(about) - 1))
-    line.append(about, style="dim")
-    return line
+        line.append(f"  {lost}", style="bold red")
+    count = f" {len(experiment.measured)}" if experiment.measured else ""
+    more = _entries((("jobs", "jobs"), ("messages", "messages"), ("history", f"history{count}")), chosen)
+    while more and line.cell_len + sum(each.cell_len + 2 for each in more) + 2 > width:
+        more.pop(0)
+    end = Text("  ").join(more)
+    line.append(" " * max(1, width - line.cell_len - end.cell_len - 1))
+    return line.append_text(end) if more else line
 
 
-def _so_far(partial: PartialDrift, width: int, title: str) -> str:
+def _so_far(partial: PartialDrift, width: int) -> str:
     """Return the drift that a running measurement has found until now, such as `KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`.
 
-    Returns only the number of sequences if the whole text does not leave room for `title` in `width` cells.
+    Returns only the number of sequences, or "", if the whole text does not fit into `width` cells.
     """
     whole = partial_text(partial)
     extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole
-    return next(
-        (words for words in (whole, extent) if len(words) + len(title) < width), extent if len(extent) < width else ""
-    )
+    return next((words for words in (whole, extent) if len(words) < width), "")

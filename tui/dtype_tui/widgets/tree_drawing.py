@@ -1,8 +1,11 @@
-"""Draws the lines of the module tree: the widths of its columns, and the cells in them."""
+"""Draws the lines of the module tree: the cells in its columns."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rich.segment import Segment
@@ -11,64 +14,27 @@ from textual.strip import Strip
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.dtypes import padded
-from dtype_engine.core.units import human_count
+from dtype_engine.core.units import human_count, percent
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
-from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, short_bytes, truncate
+from dtype_tui.rendering.cells import drift_text, meter, name_cell, short_bytes, stacked, truncate
+from dtype_tui.rendering.palette import ACCENT, heat, pill, ramp
+from dtype_tui.widgets import cursor
+from dtype_tui.widgets.tree_columns import EDGE, Columns
 from dtype_tui.widgets.tree_rows import Row
 
 if TYPE_CHECKING:
+    from dtype_engine.core.tree import Totals
     from dtype_engine.results.drift import ModuleDrift, OutputDrift
     from dtype_tui.state.experiment import Experiment
 
-COLUMNS = ("params", "bytes", "drift")
-"""Columns that the user can hide. The name and the dtype are always shown."""
 PLAIN = Style()  # never None: without colours, Textual uses the style of every segment
 DIM = Style(dim=True)
-BRIGHT = Style(dim=False)
-CURSOR = Style(reverse=True)
-CURSOR_AWAY = Style(underline=True)
-"""The style of the cursor's line while another widget has the focus."""
 _BOLD = Style(bold=True)
-_LIT = Style(bold=True, color="yellow")
+_LIT = Style(bold=True, color=ACCENT)
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
-_LOST_MARK = "lost"
-"""Marks a warning among the texts of the dtype column. The texts are pairs (text, dtype). A warning about values that casts make
-infinite or zero has this word in place of the dtype.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Widths of the columns in cells. A column of width 0 is not shown."""
-
-    name: int
-    dtype: int
-    parameters: int
-    size: int
-    drift: int
-    scan: int = 0
-    compared: int = 0
-
-
-def columns_for(
-    width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False, compares: bool = False
-) -> Columns:
-    """Return column widths for a line of `width` cells. In a narrow line, dtypes are shortened, and parameters and drift omitted.
-
-    hidden: columns to leave out in any case. scanned: whether to add a column for the scan's scores. compares: whether to add a
-    column for the baseline's drift and the difference from it.
-    """
-    scan = 13 if scanned and width >= 50 else 0
-    compared = 15 if compares and width - scan >= 60 and "drift" not in hidden else 0
-    dtype = 24 if width - scan - compared >= 76 else 13
-    parameters = 8 if width - 2 * scan - compared >= 60 and "params" not in hidden else 0
-    size = 10 if "bytes" not in hidden else 0
-    drift = 12 if width - scan >= 50 and "drift" not in hidden else 0
-    name = width - dtype - parameters - size - drift - scan - compared - 1
-    return Columns(max(10, name), dtype, parameters, size, drift, scan, compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,67 +47,99 @@ class RowState:
     match: bool
     """Whether the row's name matches the filter."""
     opened: bool
+    inside: int = 0
+    """How many tensors below a closed node the rule that is being typed would cast."""
 
 
-def heading(columns: Columns, scan: str = "") -> Strip:
+class _Line:
+    """A line of the tree, built from left to right."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.width = 0
+
+    def add(self, text: str, style: Style = PLAIN) -> None:
+        self.segments.append(Segment(text, style))
+        self.width += len(text)
+
+    def add_pieces(self, pieces: Iterable[tuple[str, str]]) -> None:
+        for text, name in pieces:
+            if text:
+                self.add(text, _style(name))
+
+    def fill(self, width: int) -> None:
+        """Add blanks up to `width`. They get the style of the text before them, since every change of style costs bytes."""
+        if width > self.width:
+            before = self.segments[-1].style if self.segments else None
+            plain = before is None or before.bgcolor is not None or before.underline
+            self.add(" " * (width - self.width), PLAIN if plain or before is None else before)
+
+
+@lru_cache
+def _style(name: str) -> Style:
+    return Style.parse(name)
+
+
+def heading(columns: Columns, scan: str = "", baseline: str = "") -> Strip:
+    """Return the line above the rows. scan: the heading of the column of scores. baseline: the mark of the baseline recipe."""
     dtype = "dtype, % of bytes" if columns.dtype >= 20 else "dtype"
-    text = f"{' module':<{columns.name}}{dtype:<{columns.dtype}}"
-    if columns.parameters:
-        text += f"{'params':>{columns.parameters}}"
-    if columns.size:
-        text += f"{'bytes':>{columns.size}}"
-    if columns.drift:
-        text += f"{'SQNR dB':>{columns.drift - 4}}    "
-    if columns.compared:
-        text += f"{'P dB':>6}{'change':>8} "
-    if columns.scan:
-        apart = "" if columns.drift else " "  # the drift column ends in blanks, but the bytes column does not
-        text += f"{apart + truncate(scan, columns.scan - 1):>{columns.scan - 4}}"
+    text = f"{'  module':<{columns.name}}{dtype:<{columns.dtype}}"
+    for width, words in (
+        (columns.parameters, "params"),
+        (columns.size, "bytes"),
+        (columns.share, ""),
+        (columns.drift, "SQNR"),
+        (columns.track, ""),
+        (columns.other, f"vs {baseline}"),
+        (columns.change, "change" if columns.other else f"vs {baseline}"),
+        (columns.scan, truncate(scan, columns.scan - 1)),
+        (columns.heat, ""),
+    ):
+        text += f"{words if width else '':>{width}}"
     return Strip([Segment(text, DIM)])
 
 
 def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowState) -> list[Segment]:
     """Return the styled pieces of a row's text, from left to right."""
-    twist, label, about = _name(experiment, row, columns.name, state)
-    indent = "  " * row.depth
-    marker = "•" if state.lit else "❯" if state.under_cursor else " "
-    style = _LIT if state.lit else _MATCH if state.match else _BOLD if row.depth == 0 else PLAIN
-    segments = [Segment(f"{marker}{indent}{twist}", DIM if not state.lit else _LIT), Segment(label, style)]
-    used = 1 + len(indent) + 2 + len(label)
+    line = _Line()
+    line.add(cursor.EDGE if state.under_cursor else " ", cursor.EDGE_STYLE if state.under_cursor else PLAIN)
+    _add_name(line, experiment, row, columns.name, state)
+    end = columns.name + columns.dtype
+    _add_dtype(line, experiment, row, end - 1)
+    line.fill(end)
+    _add_size(line, experiment, row, columns)
+    _add_drift(line, experiment, row, columns)
+    if columns.other or columns.change:
+        _add_comparison(line, experiment, row, columns)
+    if columns.scan:
+        _add_score(line, experiment, row, columns)
+    return line.segments
+
+
+def _add_name(line: _Line, experiment: Experiment, row: Row, end: int, state: RowState) -> None:
+    """Add a row's mark of an open or closed node, its name, a mark of lost values, and the text after the name. Text up to the name
+    has a single style, since every change of style costs bytes when the cursor moves.
+    """
+    twist, label, about = _name(experiment, row, end, state)
+    lit, strong = state.lit or state.inside > 0, row.depth == 0 or state.under_cursor
+    style = _LIT if lit else _MATCH if state.match else _BOLD if strong else PLAIN
+    before = ("•" if lit else " ") + "  " * row.depth + twist
+    if style.underline:
+        line.add(before)
+        before = ""
+    line.add(before + label, style)
     mark = experiment.results.losses.marks.get(row.name) if row.tensor is None else None
     if mark is not None:
-        mark = truncate(mark, max(0, columns.name - used - 2))
+        mark = truncate(mark, max(0, end - line.width - 3))
         if len(mark) > 2:
-            segments.append(Segment(f"  {mark}", _LOST))
-            used += 2 + len(mark)
-            about = truncate(about, columns.name - used - 2) if columns.name - used - 2 >= min(len(about), 5) else ""
-    if about:
-        segments.append(Segment(f"  {about}", DIM))
-        used += 2 + len(about)
-    segments.append(Segment(" " * max(0, columns.name - used), PLAIN))
-    segments += _dtype_segments(experiment, row, columns.dtype)
-    if row.tensor is None:
-        totals = experiment.totals[row.name]
-        parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
-        size = totals.total_bytes
-    else:
-        tensor = row.tensor
-        known = human_count(tensor.parameters) if tensor.parameters else ""
-        parameters = "unknown" if tensor.logical_numel == "unknown" else known
-        size = tensor_bytes(tensor, experiment.plan.dtypes[tensor.name])
-    counted = not row.alias and not (experiment.model.partial and row.tensor is None)
-    if columns.parameters:
-        segments.append(Segment(f"{parameters if counted else '':>{columns.parameters}}", PLAIN))
-    counted = counted and size > 0
-    if columns.size:
-        segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", PLAIN))
-    if columns.drift:
-        segments.append(_drift_segment(experiment, row, columns.drift))
-    if columns.compared:
-        segments.append(_compared_segment(experiment, row, columns.compared))
-    if columns.scan:
-        segments.append(_scan_segment(experiment, row, columns.scan))
-    return segments
+            line.add(f"  {mark}", _LOST)
+            left = end - line.width - 3
+            about = truncate(about, left) if left >= min(len(about), 5) else ""
+    if state.inside and not state.lit:
+        line.add(truncate(f"  {state.inside:,} inside", end - line.width - 1), _LIT)
+    elif about:
+        line.add(f"  {about}", DIM)
+    line.fill(end)
 
 
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
@@ -149,7 +147,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
     The text after the name is the module's class or the tensor's shape. For a tied weight, it also names the tensor it is tied to.
     """
-    width -= 2 * row.depth + 4
+    width -= EDGE + 2 * row.depth + 3
     if row.tensor is None:
         expandable = bool(row.module.children or row.module.tensors)
         twist = ("▾ " if state.opened else "▸ ") if expandable else "  "
@@ -159,7 +157,7 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         totals = experiment.totals[row.name]
         elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        about = " ".join(word for word in (failed, tied, kept, row.module.class_name) if word)
+        about = " ".join(word for word in (failed, tied, kept, _class_words(row)) if word)
     else:
         twist = "  "
         label = name_cell(row.label, width)
@@ -169,42 +167,84 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
     return twist, label, name_cell(about, width) if width >= min(len(about), 5) else ""
 
 
-def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """Return the dtype column: a module's dtypes with their shares, or a tensor's cast, such as `f32→bf16`, and the layers that
-    share the tensor's scale.
+def _class_words(row: Row) -> str:
+    """Return the class of a row's module or, for a list of modules of one class, their number and this class."""
+    classes = {child.class_name for child in row.module.children.values()}
+    if row.module.class_name == "ModuleList" and len(classes) == 1:
+        return f"{len(row.module.children)} × {classes.pop()}"
+    return row.module.class_name or ""
+
+
+def _add_dtype(line: _Line, experiment: Experiment, row: Row, end: int) -> None:
+    """Add the dtype column: a module's dtypes, or a tensor's cast, such as `f32→bf16`, and the layers that share the tensor's
+    scale.
     """
-    pieces: list[tuple[str, str]]
-    weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
-    shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""
     if row.tensor is None:
-        pieces = mix_cell(experiment.totals[row.name], width - 1)
+        _add_mix(line, experiment.totals[row.name], end)
     else:
         planned = experiment.plan.dtypes[row.tensor.name]
-        if planned == row.tensor.dtype:
-            pieces = [(dtypes.short_name(planned), planned)]
-        else:
-            pieces = [(f"{dtypes.short_name(row.tensor.dtype)}→", ""), (dtypes.short_name(planned), planned)]
+        if planned != row.tensor.dtype:
+            line.add(f"{dtypes.short_name(row.tensor.dtype)}→", DIM)
+        _add_pill(line, planned, end)
         if padded(row.tensor.shape, planned):
-            pieces.append((" padded", ""))
+            line.add(truncate(" padded", end - line.width), DIM)
         if not row.tensor.persistent:
-            pieces.append((" not saved", ""))
+            line.add(truncate(" not saved", end - line.width), DIM)
         mark = experiment.results.losses.marks.get(row.tensor.name)
         if mark is not None:
-            left = width - 2 - sum(len(text) for text, _ in pieces)
-            pieces.append((f" {mark}" if len(mark) <= left else " ⚠", _LOST_MARK))
-    if shared:
-        left = width - 1 - sum(len(text) for text, _ in pieces)
-        words = next((words for words in (f" scale with {shared}", f" with {shared}") if len(words) <= left), "")
-        pieces.append((words, ""))
-    segments: list[Segment] = []
-    used = 0
-    for text, dtype in pieces:
-        text = text[: max(0, width - 1 - used)]
-        used += len(text)
-        style = Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else DIM
-        segments.append(Segment(text, _LOST if dtype == _LOST_MARK else style))
-    segments.append(Segment(" " * max(0, width - used), PLAIN))
-    return segments
+            line.add(f" {mark}" if len(mark) < end - line.width else " ⚠", _LOST)
+    weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
+    if weight is not None and (shared := scale_shared_with(weight.name, experiment.plan.dtypes)):
+        words = (f" scale with {shared}", f" with {shared}")
+        line.add(next((word for word in words if len(word) <= end - line.width), ""), DIM)
+
+
+def _add_mix(line: _Line, totals: Totals, end: int) -> None:
+    """Add a module's dtypes: the badge of its only dtype or, if there are several, a bar with a section for each, and the name of
+    the first.
+    """
+    shares = totals.mix()
+    if len(shares) == 1:
+        _add_pill(line, shares[0][0], end)
+    elif shares:
+        room, (first, share) = end - line.width, shares[0]
+        name = f" {dtypes.short_name(first)}"
+        if room >= 20:
+            name += f" {percent(share)} %"
+        width = 8 if room >= 20 else max(3, min(6, room - len(name)))
+        line.add_pieces(stacked(shares, width))
+        line.add(truncate(name, end - line.width), DIM)
+
+
+def _add_pill(line: _Line, dtype: str, end: int) -> None:
+    text, style = pill(dtype)
+    line.add(truncate(text, end - line.width), style)
+
+
+def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
+    """Add the number of parameters, the bytes, and the bar of the share of the parent's bytes."""
+    whole = 0
+    if row.tensor is None:
+        totals = experiment.totals[row.name]
+        parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
+        size = totals.total_bytes
+        whole = experiment.totals[row.name.rpartition(".")[0]].total_bytes if row.name else size
+    else:
+        tensor = row.tensor
+        known = human_count(tensor.parameters) if tensor.parameters else ""
+        parameters = "unknown" if tensor.logical_numel == "unknown" else known
+        size = tensor_bytes(tensor, experiment.plan.dtypes[tensor.name])
+        whole = experiment.totals[row.module.name].total_bytes
+    counted = not row.alias and not (experiment.model.partial and row.tensor is None)
+    if columns.parameters:
+        line.add(f"{parameters if counted else '':>{columns.parameters}}")
+    counted = counted and size > 0
+    if columns.size:
+        line.add(f"{short_bytes(size) if counted else '':>{columns.size}}")
+    if columns.share:
+        line.fill(line.width + 1)
+        (filled, style), _ = meter(min(1.0, size / whole) if counted and whole else 0.0, columns.share - 1, "dim")
+        line.add(f"{filled:<{columns.share - 1}}", _style(style))
 
 
 def _drift(experiment: Experiment, row: Row) -> ModuleDrift | None:
@@ -223,34 +263,50 @@ def _as_of_module(output: OutputDrift) -> ModuleDrift:
     return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
 
 
-def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return two cells of a module as one segment: its SQNR under the baseline recipe, and by how much its SQNR under the current
-    recipe is higher (+) or lower (-).
+def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
+    """Add a module's SQNR, and a bar that is the longer the more the module drifts among those of this model."""
+    if not columns.drift:
+        return
+    drift = _drift(experiment, row)
+    number = drift_text(drift)
+    value = math.nan if drift is not None and drift.nonfinite else drift.sqnr_db if drift is not None else None
+    if drift is None or value is None:
+        line.add(f"{number:>{columns.drift}}" + " " * columns.track)
+        return
+    name = ramp(value)
+    line.add(f"{number:>{columns.drift}}" + " " * min(1, columns.track), _style(name))
+    if columns.track and value == math.inf:
+        line.fill(line.width + columns.track - 1)
+    elif columns.track:
+        worst, best = experiment.results.sqnr_range
+        share = 1.0 if math.isnan(value) else (best - value) / (best - worst)
+        line.add_pieces(meter(max(0.0, min(1.0, share)), columns.track - 1, name))
+
+
+def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
+    """Add a module's SQNR under the baseline recipe, and by how much its SQNR under the current recipe is higher (+) or lower
+    (-).
     """
     baseline = experiment.baseline
-    if baseline is None or row.tensor is not None:
-        return Segment(" " * width, PLAIN)
-    from dtype_engine.results.drift import sqnr_gain
+    other, change = "", ""
+    if baseline is not None and row.tensor is None:
+        from dtype_engine.results.drift import sqnr_gain
 
-    other = experiment.baseline_modules.get(row.name)
-    if not row.name:
-        other = _as_of_module(baseline.output)
-    now = _drift(experiment, row)
-    gain = sqnr_gain(now, other) if now is not None and other is not None else None
-    change = "" if gain is None else f"{gain:+.1f}"
-    return Segment(f"{drift_cell(other)[0]:>6}{change:>8} ".ljust(width), DIM)
-
-
-def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    drift = _drift(experiment, row)
-    number, drawn = drift_cell(drift)
-    text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
-    bad = drift is not None and (drift.nonfinite > 0 or (drift.sqnr_db is not None and drift.sqnr_db < 20))
-    return Segment(f"{text:<{width}}", Style(bold=True, color="red") if bad else PLAIN)
+        before = experiment.baseline_modules.get(row.name)
+        if not row.name:
+            before = _as_of_module(baseline.output)
+        now = _drift(experiment, row)
+        gain = sqnr_gain(now, before) if now is not None and before is not None else None
+        other, change = drift_text(before), "" if gain is None else f"{round(gain, 1) + 0.0:+.1f}"
+    line.add(
+        f"{other if columns.other else '':>{columns.other}}{change if columns.change else '':>{columns.change}}", DIM
+    )
 
 
-def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """Return the node's score for the dtype that the scan shows, and the score's heat bar."""
-    number, drawn, heat = experiment.scan.cell(row.name)
-    colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
-    return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))
+def _add_score(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
+    """Add the node's score for the dtype that the scan shows, and the score's bar."""
+    number, share = experiment.scan.cell(row.name)
+    name = heat(share)
+    line.add(f"{number:>{columns.scan}}" + " " * min(1, columns.heat), _style(name) if number else PLAIN)
+    if columns.heat:
+        line.add_pieces(meter(share, columns.heat - 1, name) if number else ((" " * (columns.heat - 1), ""),))

@@ -1,0 +1,90 @@
+"""The line at the top, and the lines at the bottom: what they say in which width, and what a click on a key does."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, report, say
+from tests.helpers.scenes import mixed, ready
+from tests.helpers.screen_text import lines
+
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
+from dtype_tui.screens.history import MeasurementsScreen
+from dtype_tui.widgets.header import header_line
+from dtype_tui.widgets.tree_columns import columns_for
+
+
+@pytest.mark.parametrize(
+    ("width", "shown", "left_out"),
+    [
+        (160, ("LlamaForCausalLM", "707.8 k params", "cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-04", "top-1"), ()),
+        (120, ("LlamaForCausalLM", "707.8 k params", "cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-04"), ("top-1",)),
+        (80, ("cpu", "1.2 of 2.7 MiB", "55 % less", "KL 2.50e-04"), ("Llama", "params")),
+        (60, ("1.2 of 2.7 MiB", "KL 2.50e-04"), ("cpu", "params")),
+        (40, ("1.2 of 2.7 MiB",), ("KL", "params")),
+    ],
+)
+async def test_the_header_keeps_what_matters_most(
+    width: int, shown: tuple[str, ...], left_out: tuple[str, ...]
+) -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await mixed(app, pilot)
+        line = header_line(app.controller.experiment, width).plain
+        assert line.startswith(" demo ")
+        assert " small " in line
+        assert all(words in line for words in shown)
+        assert not any(words in line for words in left_out)
+        assert len(line) == width
+
+
+async def test_a_title_from_a_file_is_drawn_without_its_control_characters() -> None:
+    app = make_app(title="\x1b]0;owned\x07" + "x" * 100)
+    async with app.run_test(size=(120, 36)):
+        assert "\x1b" not in header_line(app.controller.experiment, 120).plain
+        assert "x" * 10 in lines(app)[0]
+
+
+async def test_a_click_on_a_key_does_what_the_key_does() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await ready(app, pilot)
+        app.controller.experiment.measured = ()
+        await mixed(app, pilot)
+        rules = len(app.controller.experiment.recipe.rules)
+        await pilot.click("#keys", offset=(lines(app)[-1].index("undo"), 0))
+        await pilot.pause()
+        assert len(app.controller.experiment.recipe.rules) != rules
+        await pilot.click("#status", offset=(lines(app)[-2].index("history"), 0))
+        await pilot.pause()
+        assert isinstance(app.screen, MeasurementsScreen)
+
+
+@pytest.mark.parametrize("width", [38, 60, 80, 100, 133])
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("compares", [False, True])
+@pytest.mark.parametrize("needed", [(14, 24), (37, 60), (90, 120)])
+def test_columns_fit_and_names_have_room(width: int, scanned: bool, compares: bool, needed: tuple[int, int]) -> None:
+    columns = columns_for(width, needed, scanned=scanned, compares=compares)
+    assert columns.name + columns.numbers <= width
+    assert columns.name >= min(needed[0], 2 * width // 5) - 1
+    if width >= 80:
+        assert columns.drift
+        assert bool(columns.scan) == scanned
+        assert bool(columns.change) == compares
+    assert bool(columns.parameters) <= (width >= 92)
+
+
+async def test_bars_of_drift_differ_within_a_model() -> None:
+    app = make_app()
+    readings = tuple(ModuleDrift(f"model.layers.{i}", 54.0 - 2 * i, 0.1, 0) for i in range(6))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await ready(app, pilot)
+        experiment = app.controller.experiment
+        await say(app, pilot, events.Measured(experiment.recipe, report(experiment.recipe, modules=readings)))
+        assert experiment.results.sqnr_range[1] == 54.0
+        drawn = [line for line in lines(app) if any(f" {54.0 - 2 * i:.1f} " in line for i in range(6))]
+        halves = [2 * line[50:].count("▄") + line[50:].count("▖") for line in drawn]
+        assert len(drawn) == 6
+        assert halves == sorted(halves)
+        assert halves[-1] - halves[0] >= 3

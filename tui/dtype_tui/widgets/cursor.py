@@ -1,0 +1,40 @@
+"""The look of the line under the cursor, the same in the tree and in every list: a tint, and an edge in the accent at its left.
+
+Lists of Textual get the tint from the variables `block-cursor-*` of the theme; see `palette.cursor_variables`.
+"""
+
+from __future__ import annotations
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+from textual.widget import Widget
+
+from dtype_tui.rendering.palette import ACCENT
+
+EDGE = "▌"
+EDGE_STYLE = Style(color=ACCENT)
+_REVERSED = Style(reverse=True, dim=False, color="default")
+"""Reversed, dim or coloured text would have another background than the rest of the line."""
+
+
+def cursor_style(widget: Widget) -> Style:
+    """Return the style of the line under the cursor: the theme's tint or, in a theme of the terminal's own colours, reversed."""
+    if widget.app.native_ansi_color:
+        return _REVERSED
+    return Style(bgcolor=widget.app.theme_variables["block-cursor-background"])
+
+
+def over_cursor(widget: Widget, segments: list[Segment]) -> Strip:
+    """Return a line's segments as they look under the cursor. The first one is the edge. Badges keep their colours."""
+    over, (edge, *rest) = cursor_style(widget), segments
+    if over.reverse:
+        return Strip([edge, *(_laid_over(segment, over) for segment in rest)])
+    return Strip([_laid_over(segment, over) for segment in (edge, *rest)])
+
+
+def _laid_over(segment: Segment, over: Style) -> Segment:
+    style = segment.style
+    if style is None:
+        return Segment(segment.text, over)
+    return segment if style.bgcolor is not None else Segment(segment.text, style + over)

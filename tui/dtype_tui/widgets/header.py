@@ -1,0 +1,106 @@
+"""The line at the top: which model is open, how many bytes are planned in which dtypes, and what the drift means."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import decibels
+from dtype_engine.reports.text import parameters_text
+from dtype_engine.results.meaning import meaning
+from dtype_tui.rendering.cells import short_bytes, stacked, truncate
+from dtype_tui.rendering.palette import ramp, verdict_pill
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import OutputDrift
+    from dtype_tui.state.experiment import Experiment
+
+_BARS = (20, 12)
+"""The widths in cells that the bar of dtypes may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    text: Text
+    importance: int
+    """The parts with the smallest numbers are shown if not all of them fit."""
+    gap: int = 2
+    """The number of blanks before the part."""
+
+
+def header_line(experiment: Experiment, width: int) -> Text:
+    """Return the line of `width` cells: the model at the left, bytes and verdict at the right. The model, the verdict and the bytes
+    are the last parts to be left out in a narrow terminal.
+    """
+    left, right = _about_model(experiment, width), [*_about_bytes(experiment, width), *_about_drift(experiment)]
+    shown: list[_Part] = []
+    used = 3  # the blanks at both ends, and one between left and right
+    for part in sorted((*left, *right), key=lambda part: part.importance):
+        if used + part.gap + part.text.cell_len <= width:
+            shown.append(part)
+            used += part.gap + part.text.cell_len
+    line = Text(" ", no_wrap=True, overflow="ellipsis")
+    for part in left:
+        if part in shown:
+            line.append_text(Text.assemble(" " * (part.gap if line.cell_len > 1 else 0), part.text))
+    end = Text()
+    for part in right:
+        if part in shown:
+            end.append_text(Text.assemble(" " * (part.gap if end else 0), part.text))
+    return Text.assemble(line, " " * max(1, width - line.cell_len - end.cell_len - 1), end, " ", no_wrap=True)
+
+
+def _about_model(experiment: Experiment, width: int) -> list[_Part]:
+    model, totals = experiment.model, experiment.totals[""]
+    known = model.has_tree and not model.partial and (totals.parameters or totals.unknown)
+    where = printable(model.device or model.host, 30)
+    parts = (
+        (Text(truncate(printable(model.title, 40), max(12, width // 4)), style="bold"), 0),
+        (Text(printable(model.class_name, 40), style="dim"), 8),
+        (Text(f"{parameters_text(totals)} params" if known else "", style="dim"), 7),
+        (Text(where, style="dim"), 5),
+    )
+    return [_Part(text, importance) for text, importance in parts if text]
+
+
+def _about_bytes(experiment: Experiment, width: int) -> list[_Part]:
+    plan = experiment.plan
+    stored, planned = plan.stored_bytes, plan.planned_bytes
+    if experiment.model.partial or not stored:
+        return []
+    before, now = short_bytes(stored), short_bytes(planned)
+    if before.partition(" ")[2] == now.partition(" ")[2]:
+        now = now.partition(" ")[0]
+    words = Text(f"{now} of {before}" if planned != stored else before, style="bold")
+    share = planned / max(stored, planned)
+    bar = Text.assemble(*stacked(experiment.totals[""].mix(), _BARS[0 if width >= 140 else 1], share))
+    parts = [_Part(words, 2), _Part(bar, 6)]
+    if planned != stored:
+        less = f"{100 * abs(planned / stored - 1):.0f} % {'less' if planned < stored else 'more'}"
+        parts.append(_Part(Text(less, style="green" if planned < stored else "yellow"), 4, gap=1))
+    return parts
+
+
+def _about_drift(experiment: Experiment) -> list[_Part]:
+    report = experiment.results.report
+    if report is None:
+        return [_Part(Text(*verdict_pill("broken")), 1)] if experiment.results.failure else []
+    output = report.output
+    found = meaning(output, experiment.floor, report.modules)
+    parts = [_Part(Text(*verdict_pill(found.word)), 1)]
+    if output.max_abs > 0:
+        parts.append(_Part(Text(_figure(output), style=ramp(found.word)), 3, gap=1))
+    if output.top1_agreement is not None:
+        parts.append(_Part(Text(f"top-1 {100 * output.top1_agreement:.1f} %", style="dim"), 9))
+    return parts
+
+
+def _figure(output: OutputDrift) -> str:
+    """Return the metric by which an output is judged: its mean KL or, if it has none, its SQNR."""
+    if output.kl_mean is None:
+        return decibels(output.sqnr_db)
+    return "not finite" if math.isnan(output.kl_mean) else f"KL {output.kl_mean:.2e}"

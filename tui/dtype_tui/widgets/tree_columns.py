@@ -1,0 +1,119 @@
+"""The columns of the module tree: which of them fit, and how wide they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from dtype_tui.widgets.tree_rows import Row
+
+COLUMNS = ("params", "bytes", "drift")
+"""Columns that the user can hide. The name and the dtype are always shown."""
+EDGE = 2
+"""Cells at the left of every row: the edge of the cursor's row, and the mark of a row that a typed rule would match."""
+_WIDE = 92
+"""Minimum width of the tree for the number of parameters and for shares in the dtype column."""
+_STEP = 6
+"""The width of the name column is a multiple of this, so that the columns rarely move when a node opens."""
+_LEAST_NAME = 24
+_LEAST_ABOUT = len("failed here")
+_MOST_TRACK, _MOST_SHARE = 14, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Widths of the columns in cells, each with the blanks before it. A column of width 0 is not shown."""
+
+    name: int
+    dtype: int
+    parameters: int = 0
+    size: int = 0
+    share: int = 0
+    """The bar of a node's share of its parent's bytes."""
+    drift: int = 0
+    track: int = 0
+    """The bar of a module's SQNR."""
+    other: int = 0
+    """The SQNR under the baseline recipe."""
+    change: int = 0
+    scan: int = 0
+    heat: int = 0
+
+    @property
+    def numbers(self) -> int:
+        """The total width of all columns but the name."""
+        return (
+            self.dtype + self.parameters + self.size + self.share + self.drift + self.track + self.other + self.change
+            + self.scan + self.heat
+        )  # fmt: skip
+
+
+_LESS: tuple[Callable[[Columns], Columns], ...] = (
+    lambda columns: replace(columns, parameters=0),
+    lambda columns: replace(columns, share=0),
+    lambda columns: replace(columns, other=0),
+    lambda columns: replace(columns, dtype=min(columns.dtype, 13)),
+    lambda columns: replace(columns, track=0),
+    lambda columns: replace(columns, heat=0),
+)
+"""What to leave out, in this order, until names have room."""
+_STILL_LESS: tuple[Callable[[Columns], Columns], ...] = (
+    lambda columns: replace(columns, dtype=min(columns.dtype, 11)),
+    lambda columns: replace(columns, drift=0) if columns.scan or columns.change else columns,
+    lambda columns: replace(columns, scan=0),
+    lambda columns: replace(columns, drift=0, change=0),
+)
+"""What to leave out if names would otherwise have less than two fifths of the width."""
+
+
+def needed_width(rows: Iterable[Row], title: str) -> tuple[int, int]:
+    """Return the width of the widest row's name with its indent, and of the widest row's name with the text after it. title: the
+    name of the root.
+    """
+    label, whole = _LEAST_NAME, 0
+    for row in rows:
+        name = EDGE + 2 * row.depth + 2 + len(row.label or title) + 1
+        about = row.module.class_name or "" if row.tensor is None else " × ".join(map(str, row.tensor.shape)) + "[]"
+        label, whole = max(label, name), max(whole, name + 2 + max(len(about), _LEAST_ABOUT))
+    return label, -(-whole // _STEP) * _STEP
+
+
+@lru_cache(16)
+def columns_for(
+    width: int,
+    needed: tuple[int, int] = (0, 0),
+    hidden: frozenset[str] = frozenset(),
+    scanned: bool = False,
+    compares: bool = False,
+) -> Columns:
+    """Return column widths for a line of `width` cells.
+
+    The names get the room that they need, up to half of the width. Other columns are left out for this, but not if the names would
+    only get more than two fifths by it. needed: what `needed_width` returns for the rows. hidden: columns to leave out in any case.
+    scanned: whether to add a column for the scan's scores. compares: whether to add columns for the baseline's drift and the
+    difference from it.
+    """
+    wide = width >= _WIDE
+    columns = Columns(0, 25 if wide else 13)
+    if wide and "params" not in hidden:
+        columns = replace(columns, parameters=9)
+    if "bytes" not in hidden:
+        columns = replace(columns, size=10, share=5)
+    if "drift" not in hidden:
+        columns = replace(columns, drift=8, track=6)
+        if compares:
+            columns = replace(columns, other=7, change=7)
+    if scanned:
+        columns = replace(columns, scan=10, heat=4)
+    for most, steps in ((width // 2, _LESS), (2 * width // 5, _STILL_LESS)):
+        for step in steps:
+            if width - columns.numbers >= min(needed[0], most):
+                break
+            columns = step(columns)
+    room = max(10, width - columns.numbers - 1)
+    name = min(room, max(needed[1], _LEAST_NAME))
+    spare = room - name
+    track = min(spare, _MOST_TRACK - columns.track) if columns.track else 0
+    share = min(spare - track, _MOST_SHARE - columns.share) if columns.share else 0
+    return replace(columns, name=name, track=columns.track + track, share=columns.share + share)
