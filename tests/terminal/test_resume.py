@@ -79,7 +79,7 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
     (kept,) = saved(tmp_path)
     assert [str(rule) for rule in kept.recipe.rules] == ["model.embed_tokens=bfloat16", "model.layers.0=float16"]
     assert kept.cursor == "model.layers.0"
-    assert len(kept.recipes) == 3
+    assert len(kept.rule_lists) == 3
 
 
 @pytest.mark.parametrize("arguments", [(), ("--engine-command",)], ids=["kept", "not kept"])

@@ -24,6 +24,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession
 
 pytestmark = pytest.mark.slow
@@ -105,7 +106,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
     recipe = Recipe((Rule("layers.*", "bfloat16"),))
     more: dict[str, dict[str, Any]] = {
         "cast": {"recipe": recipe},
-        "resume": {"saved": SavedSession(model, "net", recipes=(Recipe(), recipe), at=1)},
+        "resume": {"saved": SavedSession(model, "net", rule_lists=(RuleList(), RuleList.of(recipe.rules)), at=1)},
     }
     app = app_on(way, model, options, **more.get(kind, {}))
     parameters, stored = expected_of(net)
