@@ -37,7 +37,9 @@ def test_a_rule_moves_and_the_others_keep_their_order(row: int, step: int) -> No
     moved = THREE.moved(row, step)
     place = max(0, min(2, row + step))
     assert moved.rows[place] == THREE.rows[row]
-    assert [each for each in moved.rows if each != THREE.rows[row]] == [each for each in THREE.rows if each != THREE.rows[row]]
+    assert [each for each in moved.rows if each != THREE.rows[row]] == [
+        each for each in THREE.rows if each != THREE.rows[row]
+    ]
 
 
 def test_a_row_is_changed_or_deleted() -> None:
