@@ -148,7 +148,7 @@ class View:
     """The terminal that a scene is drawn in."""
 
     size: tuple[int, int]
-    theme: str = "textual-dark"
+    theme: str = "dtype-dark"
     note: str = ""
     """Of what is special about it, for the name of the picture."""
     ascii: str = "never"
@@ -159,7 +159,7 @@ class View:
 
 
 SIZES = tuple(View(size) for size in ((60, 15), (80, 24), (120, 36), (200, 50)))
-SHADES = (View((120, 36), "textual-light", "light"), View((120, 36), "ansi-dark", "16-colours"))
+SHADES = (View((120, 36), "dtype-light", "light"), View((120, 36), "ansi-dark", "16-colours"))
 NO_COLOUR = (View((80, 24), note="no-colour"),)
 ASCII = (View((80, 24), note="ascii", ascii="always"),)
 JOBS: dict[str, tuple[tuple[Scene, Recipe], tuple[View, ...]]] = {

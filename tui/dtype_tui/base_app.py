@@ -26,6 +26,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.rendering.palette import DARK, LIGHT, THEMES, cursor_variables
 from dtype_tui.rendering.printable_lines import PrintableLines
 from dtype_tui.screens.modal import CommandPalette, is_from_closed_window, nodes_in_traceback
 from dtype_tui.widgets.message_line import MessageLine
@@ -51,14 +52,22 @@ class BaseApp(App[ReturnType]):
     def __init__(self, config: Config) -> None:
         super().__init__()
         install_key_parser()
-        self.register_theme(HIGH_CONTRAST)
-        if config.theme is not None:
-            self.theme = config.theme
+        for theme in (*THEMES, HIGH_CONTRAST):
+            self.register_theme(theme)
+        self.ansi_theme_dark, self.ansi_theme_light = DARK, LIGHT
+        self.theme = config.theme or THEMES[0].name
         self._filters.append(PrintableLines())
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
         self._read: Notification | None = None
         """The last message that the user has read."""
+
+    def get_css_variables(self) -> dict[str, str]:
+        """Return the variables of the style sheets. In every theme but those of the terminal's own colours, a list's cursor looks
+        as in the tree.
+        """
+        variables, theme = super().get_css_variables(), self.current_theme
+        return variables if theme.ansi else {**variables, **cursor_variables(theme.dark), **theme.variables}
 
     @property
     def messages(self) -> list[Notification]:

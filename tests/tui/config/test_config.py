@@ -211,17 +211,18 @@ def test_high_contrast_contrasts() -> None:
         assert ratio >= 7, name
 
 
-@pytest.mark.parametrize("theme", ["textual-light", "nord", "high-contrast"])
-async def test_the_tree_is_drawn_in_the_colours_of_a_theme_that_was_chosen(theme: str) -> None:
-    """On a terminal of whatever colours. In the default theme it has the terminal's own, which writes two fifths less."""
-    app = make_app()
+@pytest.mark.parametrize("theme", ["dtype-dark", "dtype-light", "textual-light", "nord", "high-contrast"])
+async def test_the_tree_is_drawn_in_the_colours_of_the_theme(theme: str) -> None:
+    """On a terminal of whatever colours. In a theme of the terminal's own colours it has those."""
+    app = make_app(config=Config("ansi-dark"))
     async with running(app) as pilot:
         tree = app.query_one(ModuleTree)
-        for y in (0, 1, tree.size.height - 1):
+        heading, below = 0, tree.size.height - 1
+        for y in (heading, below):
             assert {segment.style.bgcolor for segment in tree.render_line(y) if segment.style is not None} == {None}
         app.theme = theme
         await pilot.pause()
-        for y in (0, 1, tree.size.height - 1):
+        for y in (heading, below):
             styles = [segment.style for segment in tree.render_line(y)]
             assert len({style.bgcolor for style in styles if style}) == 1
             assert all(style and style.bgcolor and style.color for style in styles)

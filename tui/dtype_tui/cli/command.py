@@ -294,12 +294,13 @@ def configured() -> Config:
 
     from dtype_tui.config.bindings import KEYS
     from dtype_tui.config.themes import HIGH_CONTRAST
+    from dtype_tui.rendering.palette import THEMES
     from dtype_tui.widgets.module_tree import ModuleTree
 
     bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     return read_config(
         [binding.id for binding in bindings if binding.id],
-        [*BUILTIN_THEMES, HIGH_CONTRAST.name],
+        [*BUILTIN_THEMES, *(theme.name for theme in (*THEMES, HIGH_CONTRAST))],
         _options(),
     )
 

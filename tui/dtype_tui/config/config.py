@@ -1,6 +1,6 @@
 """The configuration file: `config.yaml` in the user's configuration folder (`$XDG_CONFIG_HOME/dtype-tui`).
 
-    theme: high-contrast        # any of Textual's themes, or high-contrast
+    theme: high-contrast        # dtype-light, high-contrast, or any of Textual's themes
     ascii: auto                 # always, never; auto looks at the locale
     keys: {cast: "c", measure: "f5"}
     defaults: {device: cpu, sequences: 8}
@@ -29,7 +29,7 @@ class Config:
     """The settings in the configuration file. A setting that the file lacks has its default value."""
 
     theme: str | None = None
-    """The theme's name. If None, Textual's default theme is used."""
+    """The theme's name. If None, the app's dark theme is used."""
     ascii: str = "auto"
     """Whether to draw in ASCII: one of the words in ASCII_CHOICES."""
     keys: Mapping[str, str] = field(default_factory=dict)

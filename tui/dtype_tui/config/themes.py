@@ -1,12 +1,8 @@
-"""The high-contrast theme. All other themes are Textual's."""
+"""The high-contrast theme."""
 
 from __future__ import annotations
 
 from textual.theme import Theme
-
-IN_THE_TERMINALS_COLOURS = ("textual-dark", "ansi-dark", "ansi-light")
-"""The themes in which the tree has the terminal's own foreground and background colours: the default theme and the two ANSI themes.
-"""
 
 HIGH_CONTRAST = Theme(
     name="high-contrast",

@@ -14,26 +14,9 @@ if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals
     from dtype_engine.results.drift import ModuleDrift
 
-COLOURS = {
-    "float64": "magenta", "float32": "default", "bfloat16": "cyan", "float16": "green", "float8_e4m3fn": "yellow",
-    "float8_e5m2": "yellow", "int8": "red",
-}  # fmt: skip
-_OF_BLOCKS = {
-    ("float", 8): "yellow", ("float", 6): "bright_yellow", ("float", 4): "bright_magenta",
-    ("int", 8): "red", ("int", 4): "bright_red",
-}  # fmt: skip
-"""The colour of each block format, by the number type (float or int) and the number of bits of the format's elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
 """The SQNR in dB at which the bar for a module's drift is empty. It is also empty for any higher SQNR."""
-
-
-def colour(dtype: str) -> str:
-    """Return the colour, from the terminal's palette, in which a dtype is drawn."""
-    row = dtypes.BY_NAME.get(dtype)
-    if row is not None and row.blocks is not None:
-        return _OF_BLOCKS[row.kind, row.bits]
-    return COLOURS.get(dtype.removesuffix(dtypes.PER_TENSOR), "default")
 
 
 def name_cell(text: str, width: int) -> str:

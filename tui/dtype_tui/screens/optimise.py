@@ -25,7 +25,8 @@ from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.pareto import ParetoFront, Solution
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.canvas import Series, axes_around, plot
-from dtype_tui.rendering.cells import colour, truncate
+from dtype_tui.rendering.cells import truncate
+from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure

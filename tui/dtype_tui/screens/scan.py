@@ -18,7 +18,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import with_error
 from dtype_engine.results.scan import WeightScore
 from dtype_engine.search.sensitivity import layer_map, ranking
-from dtype_tui.rendering.cells import colour, short_bytes, truncate
+from dtype_tui.rendering.cells import short_bytes, truncate
+from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import figure

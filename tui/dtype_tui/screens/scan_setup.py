@@ -8,7 +8,7 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_engine.core import dtypes
-from dtype_tui.rendering.cells import colour
+from dtype_tui.rendering.palette import colour
 from dtype_tui.screens.choice import ChoiceScreen
 
 SCANNED = (

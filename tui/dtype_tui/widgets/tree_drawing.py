@@ -15,7 +15,8 @@ from dtype_engine.core.units import human_count
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
-from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, short_bytes, truncate
+from dtype_tui.rendering.cells import drift_cell, mix_cell, name_cell, short_bytes, truncate
+from dtype_tui.rendering.palette import colour
 from dtype_tui.widgets.tree_rows import Row
 
 if TYPE_CHECKING:

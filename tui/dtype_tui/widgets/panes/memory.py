@@ -7,7 +7,8 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import change_text, human_bytes, percent
-from dtype_tui.rendering.cells import colour, short_bytes
+from dtype_tui.rendering.cells import short_bytes
+from dtype_tui.rendering.palette import colour
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.widgets.panes.base import Pane
 

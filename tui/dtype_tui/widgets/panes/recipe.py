@@ -8,7 +8,8 @@ from rich.text import Text
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
-from dtype_tui.rendering.cells import colour, truncate
+from dtype_tui.rendering.cells import truncate
+from dtype_tui.rendering.palette import colour
 from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.widgets.panes.base import Pane
 

@@ -1,0 +1,71 @@
+"""The table of colours: what must not be mixed up has colours of its own, and all can be read."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import pytest
+from rich.color import Color
+from rich.terminal_theme import TerminalTheme
+
+from dtype_engine.core import dtypes
+from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8, SQNR_SIGNS
+from dtype_tui.rendering.palette import ACCENT, DARK, LIGHT, TRACK, colour, pill, ramp, verdict_pill
+
+WORDS = ("exact", "under the floor", "invisible", "small", "visible", "broken")
+HUES = {colour(name) for name in dtypes.BY_NAME}
+RAMP = {ramp(word) for word in WORDS}
+THEMES = pytest.mark.parametrize("theme", [DARK, LIGHT], ids=["dark", "light"])
+
+
+def luminance(rgb: tuple[int, ...]) -> float:
+    """As WCAG 2 defines it."""
+    parts = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+
+def shown(name: str, theme: TerminalTheme) -> tuple[int, ...]:
+    return tuple(Color.parse(name).get_truecolor(theme))
+
+
+@THEMES
+def test_dtypes_badness_and_the_accent_share_no_colour(theme: TerminalTheme) -> None:
+    for one, other in combinations([{shown(name, theme) for name in group} for group in (HUES, RAMP, {ACCENT})], 2):
+        assert not one & other
+    assert len({shown(name, theme) for name in HUES}) == len(HUES)
+
+
+@THEMES
+def test_all_can_be_read(theme: TerminalTheme) -> None:
+    """On the background, and the text of a pill on it: a contrast of 4.5, which WCAG asks for."""
+    for name in HUES | RAMP | {ACCENT}:
+        for on in (tuple(theme.background_color), shown("black", theme)):
+            lighter, darker = sorted((luminance(shown(name, theme)), luminance(on)), reverse=True)
+            assert (lighter + 0.05) / (darker + 0.05) >= 4.5, name
+    assert TRACK not in HUES | RAMP | {ACCENT}
+
+
+def test_families_that_stand_side_by_side_differ() -> None:
+    families = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "nvfp4", "int8", "int4@g128")
+    assert len({colour(name) for name in families}) == len(families)
+    assert colour("mxfp8") == colour("fp8@128x128") == colour("float8_e5m2@tensor") == colour("float8_e4m3fn")
+    assert colour("mxfp4") == colour("nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("badness", "word"),
+    [
+        (math.inf, "exact"), (SQNR_BF16, "invisible"), (SQNR_BF16 - 0.1, "small"), (SQNR_FP8, "small"),
+        (SQNR_FP8 - 0.1, "visible"), (SQNR_SIGNS - 0.1, "broken"), (-math.inf, "broken"), (math.nan, "broken"),
+    ],
+)  # fmt: skip
+def test_an_sqnr_has_the_colour_of_its_word(badness: float, word: str) -> None:
+    assert ramp(badness) == ramp(word)
+
+
+def test_pills_name_what_they_colour() -> None:
+    assert pill("float32")[0] == " f32 "
+    assert pill(dtypes.STORED)[0] == " stored "
+    assert verdict_pill("small")[0] == " small "
+    assert verdict_pill("under the floor")[1] == verdict_pill("exact")[1]

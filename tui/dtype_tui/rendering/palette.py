@@ -1,0 +1,131 @@
+"""All colours of the screen, in one table.
+
+There are three groups, which share no colour: a hue for each family of dtypes, a ramp from green to red for how bad a drift is, and
+an accent for titles, keys and the edge of the cursor. Drawing code uses the names of the terminal's 16 colours. The app shows each
+name in the table's colour for a dark or a light theme. A theme of the terminal's own colours (`ansi-dark`, `ansi-light`) leaves the
+names as they are. A colour never carries information alone: it accompanies a word, a number or the length of a bar.
+"""
+
+from __future__ import annotations
+
+import math
+
+from rich.color import Color
+from rich.style import Style
+from rich.terminal_theme import TerminalTheme
+from textual.theme import Theme
+
+from dtype_engine.core import dtypes
+from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8, SQNR_SIGNS
+
+_TABLE = {
+    # name: (dark theme, light theme)
+    "black": ("#10131a", "#ffffff"),  # the text of a pill
+    "red": ("#f0616d", "#b91c2e"),  # broken
+    "green": ("#8fcf8f", "#2b7a37"),  # exact, invisible
+    "yellow": ("#e5c878", "#866300"),  # small
+    "blue": ("#25304a", "#d3def5"),  # the background of the cursor's line
+    "magenta": ("#b98cf2", "#7546c0"),  # floats of 4 and 6 bits
+    "cyan": ("#56b6f0", "#0f6cab"),  # bfloat16
+    "white": ("#8792ab", "#57627a"),  # float32
+    "bright_black": ("#3a4153", "#c3cad8"),  # the empty part of a bar
+    "bright_red": ("#f08a5b", "#b04a12"),  # visible
+    "bright_green": ("#a9bf5c", "#58720f"),  # integers of 4 bits
+    "bright_yellow": ("#f0a45d", "#9a5a00"),  # floats of 8 bits
+    "bright_blue": ("#7aa2f7", "#2f5fd0"),  # the accent
+    "bright_magenta": ("#e06c9f", "#a8316b"),  # integers of 8 bits
+    "bright_cyan": ("#6fd3b8", "#0c7863"),  # float16
+    "bright_white": ("#b4bdd0", "#3f4960"),  # float64, and all that no rule casts to
+}
+_TEXT = "#c3cad9", "#262c38"
+_BACKGROUND = "#11131a", "#ffffff"
+_SURFACE = "#161923", "#f5f6fa"  # of panes and windows
+_PANEL = "#1b2030", "#e8ebf3"  # of the lines at the edges of the screen
+ACCENT = "bright_blue"
+TRACK = "bright_black"
+_HUES = {"float64": "bright_white", "float32": "white", "bfloat16": "cyan", "float16": "bright_cyan"}
+_HUES_BY_BITS = {
+    ("float", 8): "bright_yellow", ("float", 6): "magenta", ("float", 4): "magenta",
+    ("int", 8): "bright_magenta", ("int", 4): "bright_green",
+}  # fmt: skip
+_OF_WORDS = {
+    "exact": "green", "under the floor": "green", "invisible": "green", "small": "yellow", "visible": "bright_red",
+    "broken": "red",
+}  # fmt: skip
+
+
+def _meanings(index: int) -> TerminalTheme:
+    colours = [Color.parse(pair[index]).get_truecolor() for pair in _TABLE.values()]
+    text, background = (Color.parse(pair[index]).get_truecolor() for pair in (_TEXT, _BACKGROUND))
+    return TerminalTheme(background, text, list(colours[:8]), list(colours[8:]))
+
+
+def _theme(name: str, index: int) -> Theme:
+    accent = _TABLE[ACCENT][index]
+    return Theme(
+        name=name,
+        primary=accent,
+        secondary=_TABLE["cyan"][index],
+        accent=accent,
+        foreground=_TEXT[index],
+        background=_BACKGROUND[index],
+        surface=_SURFACE[index],
+        panel=_PANEL[index],
+        success=_TABLE["green"][index],
+        warning=_TABLE["yellow"][index],
+        error=_TABLE["red"][index],
+        dark=index == 0,
+    )
+
+
+DARK, LIGHT = _meanings(0), _meanings(1)
+"""What the names of colours mean in a dark and in a light theme."""
+THEMES = _theme("dtype-dark", 0), _theme("dtype-light", 1)
+"""The app's own themes, the default first. All of Textual's themes work, too."""
+
+
+def cursor_variables(dark: bool) -> dict[str, str]:
+    """Return the variables of a theme's style sheet that give the line under the cursor in every list its background."""
+    tint = _TABLE["blue"][0 if dark else 1]
+    return {
+        "block-cursor-background": tint,
+        "block-cursor-foreground": _TEXT[0 if dark else 1],
+        "block-cursor-text-style": "none",
+        "block-cursor-blurred-background": tint,
+    }
+
+
+def colour(dtype: str) -> str:
+    """Return the name of the colour of a dtype's family. Formats with blocks have the colour of their elements' number type."""
+    row = dtypes.BY_NAME.get(dtype)
+    if dtype in _HUES or row is None:
+        return _HUES.get(dtype, "bright_white")
+    return _HUES_BY_BITS.get((row.kind, row.bits), "bright_white")
+
+
+def pill(dtype: str) -> tuple[str, Style]:
+    """Return a dtype's badge: its short name between blanks, and the style."""
+    word = "stored" if dtype == dtypes.STORED else dtypes.short_name(dtype)
+    return f" {word} ", _filled(colour(dtype))
+
+
+def ramp(badness: float | str) -> str:
+    """Return the name of the ramp's colour for an SQNR in dB or for a word of `meaning`.
+
+    The limits of an SQNR are those of the words. NaN has the colour of the worst.
+    """
+    if isinstance(badness, str):
+        return _OF_WORDS[badness]
+    if math.isnan(badness):
+        return "red"
+    limits = ((SQNR_BF16, "green"), (SQNR_FP8, "yellow"), (SQNR_SIGNS, "bright_red"))
+    return next((name for least, name in limits if badness >= least), "red")
+
+
+def verdict_pill(word: str) -> tuple[str, Style]:
+    """Return the badge of a word of `meaning`, such as "small": the word between blanks, and the style."""
+    return f" {word} ", _filled(_OF_WORDS[word])
+
+
+def _filled(name: str) -> Style:
+    return Style(color="black", bgcolor=name, bold=True)
