@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, percent
+from dtype_tui.rendering.palette import TRACK, colour
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from dtype_engine.core.tree import Totals
     from dtype_engine.results.drift import ModuleDrift
 
@@ -95,3 +98,31 @@ def bar(share: float, width: int) -> str:
     eighths = round(max(0.0, min(1.0, share)) * width * 8)
     full, part = divmod(eighths, 8)
     return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)
+
+
+def meter(share: float, width: int, colour_name: str) -> list[tuple[str, str]]:
+    """Return a low bar of `width` cells that is filled in steps of half a cell, as pairs (text, style). Its empty part is a line at
+    the bottom, so that the bar can be read without colours. share: the filled part, from 0 to 1. Any larger share than 0 fills half
+    a cell at least.
+    """
+    halves = min(2 * width, max(round(2 * width * share), 1 if share > 0 else 0))
+    filled = "▄" * (halves // 2) + "▖" * (halves % 2)
+    return [(filled, colour_name), ("▁" * (width - len(filled)), TRACK)]
+
+
+def stacked(shares: Sequence[tuple[str, float]], width: int, filled: float = 1.0) -> list[tuple[str, str]]:
+    """Return a low bar of `width` cells with a section for each dtype, as pairs (text, style).
+
+    shares: (dtype, its share of the whole), largest first. filled: the part of the bar that the sections fill, from 0 to 1. Every
+    section ends with half a cell, which separates it from the next. If there are more dtypes than cells, the smallest are left out.
+    """
+    cells = min(width, max(round(width * filled), 1))
+    shown = [(dtype, share) for dtype, share in shares if share > 0][:cells]
+    pieces, used, passed = [], 0, 0.0
+    for index, (dtype, share) in enumerate(shown):
+        passed += share
+        left = len(shown) - index - 1
+        end = cells if not left else max(used + 1, min(cells - left, round(cells * passed)))
+        pieces.append(("▄" * (end - used - 1) + ("▖" if left else "▄"), colour(dtype)))
+        used = end
+    return [*pieces, ("▁" * (width - used), TRACK)]
