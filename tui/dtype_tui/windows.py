@@ -181,7 +181,7 @@ class Windows:
         """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms the help explains."""
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
-        words = [(str(pane.border_title), pane.HELP) for pane in side.panes]
+        words = [(pane.title, pane.HELP) for pane in side.panes]
         experiment = self._experiment
         if self._tree.rows:
             row = self._tree.current
