@@ -111,7 +111,7 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "SQNR 40 ≥ 30 dB" in text
             assert "same top 98 < 99 %" in text
             assert "KL 9.0e-13 nats, 128.0 dB" in text
-            assert "small: up to that of q8_0" in text
+            assert "small: no worse than llama.cpp Q8_0" in text
             assert "ready · drift: small" in text
             await say(
                 app,

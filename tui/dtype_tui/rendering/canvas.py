@@ -113,8 +113,8 @@ def plot(
     """Return the plot as `height` lines of `width` cells.
 
     series: the points to draw. vertical: the x at which to draw a vertical line. names: (x, name) pairs in order of x, to write
-    below the horizontal axis instead of numbers. unit: the unit of y, written after the uppermost label of the vertical axis. notes:
-    texts to write next to points.
+    below the horizontal axis instead of numbers. unit: the unit of y, written after the uppermost label of the vertical axis.
+    notes: texts to write next to points.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     if unit and labels:

@@ -11,9 +11,9 @@ _LONGEST_LABEL = 16
 def depth_modules(tree: Tree) -> list[str]:
     """Return the names of the modules that stand for the model's depth, in the tree's order.
 
-    These are the layers of the outermost stacks, and the topmost other modules that hold weights, such as an embedding, a final norm
-    and a head. A stack is a module whose children are numbered, as in a ModuleList. A model without a stack is represented by the
-    children of its root.
+    These are the layers of the outermost stacks, and the topmost other modules that hold weights, such as an embedding, a final
+    norm and a head. A stack is a module whose children are numbered, as in a ModuleList. A model without a stack is represented by
+    the children of its root.
     """
     has_stack: dict[str, bool] = {}
     for module in reversed(tree.modules.values()):  # children come after their parents

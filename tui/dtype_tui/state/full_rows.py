@@ -38,8 +38,8 @@ def drift_rows(experiment: Experiment) -> Rows:
 
 
 def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Iterator[tuple[str, str]]:
-    """Yield the output's metrics. If there is a baseline recipe, its metrics stand next to them. extent: the inputs that the metrics
-    cover.
+    """Yield the output's metrics. If there is a baseline recipe, its metrics stand next to them. extent: the inputs that the
+    metrics cover.
     """
     base = experiment.baseline
     if base is not None:

@@ -132,9 +132,10 @@ class DriftPane(Pane):
             results.losses.values, results.losses.reason, results.loss_remedy, results.loss_remedy_next
         ):
             yield Text.assemble((f"{label} " if label else "", "bold"), words)
-        output = (results.report or results.partial_drift).output if results.report or results.partial_drift else None
-        if output is not None and output.nonfinite:
-            yield Text.assemble(("not finite ", "bold red"), f"{output.nonfinite:,} of {output.elements:,} values")
+        measured = results.report or results.partial_drift
+        if measured is not None and measured.output.nonfinite:
+            count = f"{measured.output.nonfinite:,} of {measured.output.elements:,} values"
+            yield Text.assemble(("not finite ", "bold red"), count)
         if results.nonfinite is not None:
             yield from _nonfinite_lines(results.nonfinite)
         if results.report is not None:

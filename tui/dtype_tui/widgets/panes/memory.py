@@ -86,7 +86,7 @@ class MemoryPane(Pane):
 def _row(label: str, size: str, rest: str, bold: bool = False) -> Text:
     return Text.assemble(
         (f"{label:<{_LABEL}}", "dim"),
-        (f"{size:<8}", "bold" if bold else ""),
+        (size, "bold" if bold else ""),
         (rest, "dim"),
         no_wrap=True,
         overflow="ellipsis",

@@ -33,11 +33,11 @@ class RecipePane(Pane):
     """
 
     HELP = (
-        "Rules in the order in which they apply, with the number of tensors that each matches and, if there is room, the bytes that "
-        "it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its dtype, "
-        "K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a saved "
-        "recipe leaves it out; only the session keeps it. Below: the rules that match the node under the tree's cursor, and how many "
-        "of its tensors are never cast, such as those of quantised weights."
+        "Rules in the order in which they apply, with the number of tensors that each matches and, if there is room, the bytes "
+        "that it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
+        "dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a "
+        "saved recipe leaves it out; only the session keeps it. Below: the rules that match the node under the tree's cursor, and "
+        "how many of its tensors are never cast, such as those of quantised weights."
     )
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -45,7 +45,7 @@ class RecipePane(Pane):
         *(Binding(str(i), f"cast('{dtype}')", "The rule's dtype", show=False) for i, dtype in enumerate(DIGITS, 1)),
         Binding("K,shift+up", "move(-1)", "Move the rule up"),
         Binding("J,shift+down", "move(1)", "Move the rule down"),
-        Binding("space", "toggle", "Disable or enable the rule"),
+        Binding("space", "switch", "Disable or enable the rule"),
         Binding("x,delete", "delete", "Delete the rule"),
     ]
 
@@ -84,7 +84,7 @@ class RecipePane(Pane):
             self.cursor = to
             self._controller.apply_rules(moved)
 
-    def action_toggle(self) -> None:
+    def action_switch(self) -> None:
         if self.current is not None:
             self._controller.apply_rules(self.experiment.rules.toggled(self.cursor))
 
