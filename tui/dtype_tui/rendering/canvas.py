@@ -37,7 +37,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A text that is written next to a point: below it or, at the bottom of the plot, above it."""
+    """A text that is written near a point."""
 
     x: float
     y: float
@@ -202,14 +202,26 @@ class _Grid:
         self._styles[cell] = style
 
     def write(self, note: Note) -> None:
-        """Write a note next to its point. It does not leave the plot."""
+        """Write a note inside the plot, near its point: where it covers the fewest dots, and there as near as possible."""
         down = self._down(note.y)
-        if down is None or len(note.text) > self._columns:
+        width = len(note.text)
+        if down is None or width > self._columns:
             return
-        row = down // 4 + (1 if down // 4 + 1 < self._rows else -1)
-        start = min(self.column(note.x), self._columns - len(note.text))
-        for index, character in enumerate(note.text):
-            self.put(start + index, row, character, note.style)
+        column, row = self.column(note.x), down // 4
+        starts = {
+            max(0, min(start, self._columns - width)) for start in (column, column - width // 2, column - width + 1)
+        }
+        places = [
+            (sum((cell, near) in self._dots or (cell, near) in self._marks for cell in range(start, start + width)),
+             abs(near - row), start, near)
+            for near in range(self._rows)
+            for start in starts
+            if near != row
+        ]  # fmt: skip
+        if places:
+            _, _, start, near = min(places)
+            for index, character in enumerate(note.text):
+                self.put(start + index, near, character, note.style)
 
     def line(self, row: int) -> Text:
         text = Text()

@@ -102,8 +102,8 @@ class Pane(Widget, can_focus=True):
             return
         console = self.app.console
         options = console.options.update(width=self.columns, height=None)
-        self._shown = console.render_lines(self.draw(activity, node), options, pad=False)
         self._corner = self.corner(activity)
+        self._shown = console.render_lines(self.draw(activity, node), options, pad=False)
         self._paint_changes()
 
     def show_again(self) -> None:

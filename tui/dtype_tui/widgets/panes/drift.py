@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -18,7 +18,6 @@ from dtype_engine.core.units import decibels, plural
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
-from dtype_engine.results.drift import worst_modules
 from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.thresholds import verdicts
@@ -39,6 +38,8 @@ _SECOND = 18
 _GAP = 2
 _SECOND_LABEL = len("max |Δ| ")
 _MOST_WORST = 3
+_BETWEEN = 3
+"""Number of blank cells between two blocks of lines that stand side by side."""
 
 
 class DriftPane(Pane):
@@ -77,31 +78,51 @@ class DriftPane(Pane):
 
     def draw(self, activity: str, node: str) -> RenderableType:
         experiment, results = self.experiment, self.experiment.results
-        if self.is_zoomed and (rows := drift_rows(experiment)):
-            return rows_table(rows)
-        alerts = list(self._alerts())
-        if results.failure:
-            return _joined([alerts, [Text(results.failure, style="bold")]])
-        if experiment.model.no_forward:
+        failure = results.failure
+        if failure is None and experiment.model.no_forward:
             why = experiment.model.no_forward.removeprefix(f"{experiment.model.title}: ")
-            return _joined([alerts, [Text(f"No drift: {printable(why, 500)}")]])
+            failure = f"No drift: {printable(why, 500)}"
+        if failure is not None:
+            return self._arranged([[Text(failure, "bold" if results.failure else "")]])
         if results.report is not None:
-            about = self._about(results.report)
-            blocks = [*self._figures(results.report.output, results.report.sequences), self._worst(), about]
-        elif results.partial_drift is not None:
+            report = results.report
+            figures = self._figures(report.output, report.sequences, report.modules)
+            arranged = self._arranged(figures, [self._worst(), self._about(report)])
+            return Group(arranged, Text(), rows_table(drift_rows(experiment))) if self.is_zoomed else arranged
+        if results.partial_drift is not None:
             output, extent = results.partial_drift.output, results.partial_drift.extent
             rest = [] if activity else [Text("Stopped before the end: m measures the rest.")]
-            blocks = [*self._figures(output, extent), self._worst(), rest]
-        elif experiment.before is not None and activity:
+            return self._arranged(self._figures(output, extent, results.modules.values()), [self._worst(), rest])
+        if experiment.before is not None and activity:
+            from dtype_engine.results.drift import worst_modules  # the first paint does not need it
+
             before = experiment.before
-            blocks = [
-                *self._figures(before.output, before.sequences, compares=False),
-                self._worst() or worst_lines(worst_modules(before.modules)[:_MOST_WORST], self.columns, self._names),
-            ]
-            return _joined([alerts, *([_dimmed(line) for line in block] for block in blocks)], self.lines)
-        else:
-            blocks = [self._waiting(activity), self._worst()]
-        return _joined([alerts, *blocks], self.lines)
+            figures = self._figures(before.output, before.sequences, before.modules, compares=False)
+            worst = self._worst() or self._worst_lines(worst_modules(before.modules)[:_MOST_WORST])
+            return self._arranged([[_dimmed(line) for line in block] for block in figures], [list(map(_dimmed, worst))])
+        return self._arranged([self._waiting(activity)], [self._worst()])
+
+    def _arranged(self, blocks: Sequence[list[Text]], others: Sequence[list[Text]] = ()) -> RenderableType:
+        """Return the alerts and, below them, blocks of lines: those of `others` next to the other blocks if there is room,
+        otherwise below them.
+        """
+        alerts = list(self._alerts())
+        if others and not self.is_framed:
+            others = [*others, [self._corner]] if self._corner else others  # which the frame would show
+        if self._width == self.columns or not others:
+            return _joined([alerts, *blocks, *others], self.columns, self.lines)
+        grid = Table.grid(padding=(0, _BETWEEN, 0, 0))
+        grid.add_column(width=self._width)
+        grid.add_column(width=self._width)
+        room = self.lines - len(alerts)
+        grid.add_row(_joined(blocks, self._width, room), _joined(others, self._width, room))
+        return Group(*alerts, grid)
+
+    @property
+    def _width(self) -> int:
+        """The width in cells of a block of lines: half of the pane if two blocks fit side by side."""
+        half = (self.columns - _BETWEEN) // 2
+        return half if half >= 2 * _SECOND else self.columns
 
     def _waiting(self, activity: str) -> list[Text]:
         """Return the lines that stand in place of figures which are not known yet."""
@@ -114,13 +135,13 @@ class DriftPane(Pane):
             lines.append(Text(f"predicted {guess}", style="bold"))
         return lines
 
-    @property
-    def _names(self) -> Sequence[str]:
-        return list(self.experiment.tree.modules)
-
     def _worst(self) -> list[Text]:
-        worst: list[ModuleDrift] = self.experiment.results.worst_modules(_MOST_WORST)
-        return worst_lines(worst, self.columns, self._names)
+        return self._worst_lines(
+            self.experiment.results.worst_modules(3 * _MOST_WORST if self.is_zoomed else _MOST_WORST)
+        )
+
+    def _worst_lines(self, worst: Sequence[ModuleDrift]) -> list[Text]:
+        return worst_lines(worst, self._width, self.experiment.tree.modules)
 
     def _alerts(self) -> Iterator[Text]:
         """Yield lines about what the user has to see first: lost weight values, values that are not finite, and missed limits.
@@ -144,24 +165,27 @@ class DriftPane(Pane):
                     ("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}"
                 )
 
-    def _figures(self, output: OutputDrift, extent: Extent, compares: bool = True) -> list[list[Text]]:
+    def _figures(
+        self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
+    ) -> list[list[Text]]:
         """Return blocks of lines with the output's figures: first the most important one and its meaning, then the others.
 
-        extent: the inputs that they cover. compares: whether to compare them with those of the recipe before.
+        extent: the inputs that they cover. modules: the drift of the modules. compares: whether to compare the figures with those
+        of the recipe before.
         """
         before = self._comparable() if compares else None
         has_kl = output.kl_mean is not None and not math.isnan(output.kl_mean)
         head = [_kl_line(output, extent, before) if has_kl else _sqnr_line(output, extent, before)]
-        rating = meaning(output, self.experiment.floor, self.experiment.results.modules.values())
+        rating = meaning(output, self.experiment.floor, modules)
         head.append(Text.assemble(verdict_pill(rating.word), f" {rating.why}"))
         if (base := self.experiment.baseline) is not None:
             kl = f"KL {scientific(base.output.kl_mean)}  " if base.output.kl_mean is not None else ""
             words = f"{kl}{decibels(base.output.sqnr_db)}  {meaning(base.output).word}"
             head.append(Text.assemble(("P ", "bold"), f"{words}  {printable(str(base.recipe), 200)}", style="dim"))
-            head[-1].no_wrap, head[-1].overflow = True, "ellipsis"
+            head[-1].truncate(self._width, overflow="ellipsis")
         if guess := self.experiment.predicted():
             head.append(Text.assemble(("predicted ", "dim"), f"{guess}, sum of singles"))
-        return [head, _other_figures(output, has_kl, self.columns)]
+        return [head, _other_figures(output, has_kl, self._width)]
 
     def _comparable(self) -> OutputDrift | None:
         """Return the output's drift under the recipe before, or None if there is none or it is the same recipe."""
@@ -197,11 +221,16 @@ def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
     return table
 
 
-def _joined(blocks: Sequence[list[Text]], lines: int = 0) -> Text:
-    """Return blocks of lines as one text, with a blank line between blocks if all fit into `lines` lines."""
+def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
+    """Return blocks of lines as one text for `columns` cells. Blank lines between the blocks fill up `lines` lines, if there are
+    as many.
+    """
     filled = [block for block in blocks if block]
-    spaced = sum(map(len, filled)) + len(filled) - 1 <= lines
-    joined = Text("\n\n" if spaced else "\n").join(Text("\n").join(block) for block in filled)
+    room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)
+    joined = Text()
+    for index, block in enumerate(filled):
+        joined.append("" if not index else "\n\n" if index <= room else "\n")
+        joined.append_text(Text("\n").join(block))
     return joined
 
 
@@ -257,8 +286,8 @@ def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text
             left.append(("KL p99", scientific(output.kl_p99, 1)))
         right = [("SQNR", decibels(output.sqnr_db)), *values]
     else:
-        left = [values[0], ("rel. L2", scientific(output.rel_l2))]
-        right = [values[1], ("mean |Δ|", scientific(output.mean_abs))]
+        left = [values[0], ("mean |Δ|", scientific(output.mean_abs))]
+        right = [values[1], ("rel. L2", scientific(output.rel_l2))]
     if columns < 2 * _SECOND:
         return [_figure(pair, _LABEL) for pair in (*left, *right)]
     lines = []

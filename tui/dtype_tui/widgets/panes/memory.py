@@ -29,10 +29,13 @@ class MemoryPane(Pane):
     )
 
     def corner(self, activity: str) -> Text:
-        """Return the change from the stored bytes."""
-        plan = self.experiment.plan
-        partial = self.experiment.model.partial
-        return Text("" if partial else change_text(plan.stored_bytes, plan.planned_bytes), "dim")
+        """Return the change from the stored bytes, and the planned bytes of the baseline recipe."""
+        plan, base = self.experiment.plan, self.experiment.baseline
+        if self.experiment.model.partial:
+            return Text()
+        words = [change_text(plan.stored_bytes, plan.planned_bytes)]
+        words += [f"P {human_bytes(base.planned_bytes)}"] if base is not None else []
+        return Text("  ".join(filter(None, words)), "dim")
 
     def draw(self, activity: str, node: str) -> RenderableType:
         experiment = self.experiment
@@ -47,8 +50,6 @@ class MemoryPane(Pane):
             return table
         stored = f" of {human_bytes(plan.stored_bytes)} stored"
         lines.append(_row("planned", human_bytes(plan.planned_bytes), stored, bold=True))
-        if experiment.baseline is not None:
-            lines.append(_row("P", human_bytes(experiment.baseline.planned_bytes), " planned"))
         if memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
@@ -58,6 +59,8 @@ class MemoryPane(Pane):
         if memory is not None and memory.rss_bytes is not None:
             peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
             lines.append(_row("process", short_bytes(memory.rss_bytes), peak))
+        for line in lines:
+            line.truncate(self.columns, overflow="ellipsis")
         return Text("\n").join(lines)
 
     def _by_dtype(self) -> list[Text]:
@@ -84,10 +87,4 @@ class MemoryPane(Pane):
 
 
 def _row(label: str, size: str, rest: str, bold: bool = False) -> Text:
-    return Text.assemble(
-        (f"{label:<{_LABEL}}", "dim"),
-        (size, "bold" if bold else ""),
-        (rest, "dim"),
-        no_wrap=True,
-        overflow="ellipsis",
-    )
+    return Text.assemble((f"{label:<{_LABEL}}", "dim"), (size, "bold" if bold else ""), (rest, "dim"))

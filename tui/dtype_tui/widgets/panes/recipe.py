@@ -122,7 +122,7 @@ class RecipePane(Pane):
             words = "No rules: every tensor is as stored.\nc casts by a pattern, 1 to 8 cast the node."
             return Text(words, style="dim")
         self.cursor = max(0, min(self.cursor, len(rows) - 1))
-        below = self._about_node(node)
+        below = self._about_node(node)[: max(1, self.lines - len(rows) - 1)]
         room = max(1, self.lines - len(below) - 1)
         lines = self._rules(room)
         lines += [Text()] * max(0, min(1, self.lines - len(lines) - len(below)))
@@ -201,10 +201,14 @@ class RecipePane(Pane):
             won, taken = effect.decides, len(effect.tensors)
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
             verdicts.append(f"rule {effect.index + 1} {verdict}")
-        words = ", ".join(verdicts) or "as stored"
-        label = printable(node.rpartition(".")[2] or "the model", 200)
-        label = truncate(label, max(8, self.columns - len(words) - 2))
-        lines = [Text.assemble(label, (f"  {words}", "dim"), no_wrap=True, overflow="ellipsis")]
+        verdicts = verdicts or ["as stored"]
+        label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 18)) + "  "
+        if len(label) + len(joined := ", ".join(verdicts)) <= self.columns:
+            verdicts = [joined]
         if fixed := never_cast_count(tree, node):
-            lines.append(Text(f"{plural(fixed, 'tensor')} of it never cast", "dim"))
-        return lines
+            verdicts.append(f"{plural(fixed, 'tensor')} never cast")
+        # The blanks at the end have the style of the words, which saves bytes at each move of the cursor on a slow connection.
+        lines = [f"{words:<{self.columns - len(label)}}" for words in verdicts]
+        return [
+            Text.assemble(" " * len(label) if index else label, (words, "dim")) for index, words in enumerate(lines)
+        ]
