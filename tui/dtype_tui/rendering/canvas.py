@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from dtype_tui.rendering.palette import TRACK
+
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, by row and column."""
 _BRAILLE = 0x2800
@@ -134,10 +136,10 @@ def plot(
     for row in range(rows + axes.zero):
         label = "0" if row == rows else labels.get(row, "")
         text.append(f"{label:>{margin - 1}} ", style="dim")
-        text.append("┤" if label else "│", style="dim")
+        text.append("┤" if label else "│", style=TRACK)
         text.append_text(grid.line(row))
         text.append("\n")
-    text.append(" " * margin + "└" + "─" * columns + "\n", style="dim")
+    text.append(" " * margin + "└" + "─" * columns + "\n", style=TRACK)
     text.append(" " * (margin + 1) + (_names_below(axes, columns, names) or _x_labels(axes, columns)), style="dim")
     return text
 

@@ -59,7 +59,8 @@ class Pane(Widget, can_focus=True):
         """Index of the first line that is shown."""
         self._shown: list[list[Segment]] = []
         self._shown_for = ("", "")
-        self._corner = Text()
+        self.corner_text = Text()
+        """The text at the right end of the upper edge."""
         self._painted: list[Strip] = []
 
     def draw(self, activity: str, node: str) -> RenderableType:
@@ -102,7 +103,7 @@ class Pane(Widget, can_focus=True):
             return
         console = self.app.console
         options = console.options.update(width=self.columns, height=None)
-        self._corner = self.corner(activity)
+        self.corner_text = self.corner(activity)
         self._shown = console.render_lines(self.draw(activity, node), options, pad=False)
         self._paint_changes()
 
@@ -143,7 +144,7 @@ class Pane(Widget, can_focus=True):
             return self._text_line(y).adjust_cell_length(width, _PLAIN)
         style = Style(color=ACCENT if self.has_focus else TRACK)
         if y == 0:
-            return self._edge(("╭─", "─╮"), Text(f" {self.title} ", f"bold {ACCENT}"), self._corner, style)
+            return self._edge(("╭─", "─╮"), Text(f" {self.title} ", f"bold {ACCENT}"), self.corner_text, style)
         if y == self.size.height - 1:
             more = len(self._shown) - self.first - self.lines
             return self._edge(("╰─", "─╯"), Text(), Text(f"{more} more" if more > 0 else "", "dim"), style)

@@ -87,8 +87,10 @@ class DriftPane(Pane):
         if results.report is not None:
             report = results.report
             figures = self._figures(report.output, report.sequences, report.modules)
-            arranged = self._arranged(figures, [self._worst(), self._about(report)])
-            return Group(arranged, Text(), rows_table(drift_rows(experiment))) if self.is_zoomed else arranged
+            if self.is_zoomed:
+                shown = self._arranged(figures, [self._worst()])
+                return Group(shown, Text(), rows_table(drift_rows(experiment)))
+            return self._arranged(figures, [self._worst(), self._about(report)])
         if results.partial_drift is not None:
             output, extent = results.partial_drift.output, results.partial_drift.extent
             rest = [] if activity else [Text("Stopped before the end: m measures the rest.")]
@@ -107,8 +109,8 @@ class DriftPane(Pane):
         otherwise below them.
         """
         alerts = list(self._alerts())
-        if others and not self.is_framed:
-            others = [*others, [self._corner]] if self._corner else others  # which the frame would show
+        if others and not self.is_framed and not self.is_zoomed:
+            others = [*others, [self.corner_text]] if self.corner_text else others  # which the frame would show
         if self._width == self.columns or not others:
             return _joined([alerts, *blocks, *others], self.columns, self.lines)
         grid = Table.grid(padding=(0, _BETWEEN, 0, 0))
@@ -136,9 +138,9 @@ class DriftPane(Pane):
         return lines
 
     def _worst(self) -> list[Text]:
-        return self._worst_lines(
-            self.experiment.results.worst_modules(3 * _MOST_WORST if self.is_zoomed else _MOST_WORST)
-        )
+        results = self.experiment.results
+        most = 2 * _MOST_WORST if self.is_zoomed else _MOST_WORST
+        return self._worst_lines(results.worst_modules(most)) if results.modules else []
 
     def _worst_lines(self, worst: Sequence[ModuleDrift]) -> list[Text]:
         return worst_lines(worst, self._width, self.experiment.tree.modules)
