@@ -13,7 +13,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import Container, Vertical
+from textual.containers import Container, Horizontal, Vertical
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widget import AwaitMount
@@ -39,6 +39,7 @@ from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.depth import DepthPane
 from dtype_tui.widgets.panes.side import SidePanes
+from dtype_tui.widgets.panes.trade_off import TradeOffPane
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
@@ -48,6 +49,8 @@ SMALLEST = (60, 15)
 NARROW_BELOW = 100
 DEPTH_FROM = (120, 36)
 """The smallest terminal, in columns and lines, with room for the plot of drift over depth below the tree."""
+TRADE_OFF_FROM = 180
+"""Least number of columns with room for the plot of bytes and drift next to it."""
 MOST_WINDOWS = 20
 """Maximum number of open screens. If so many are open, a result that arrives does not open a window of its own, because Textual
 takes too long to draw a hundred windows over each other.
@@ -76,6 +79,7 @@ class MainScreen(Screen[None]):
         self.tree_view = ModuleTree(self.experiment, id="tree")
         self.side = SidePanes(controller)
         self.depth = DepthPane(self.experiment, "depth")
+        self.trade_off = TradeOffPane(self.experiment, "trade-off")
         self._words = CommandWords(controller, self.tree_view)
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
@@ -97,7 +101,9 @@ class MainScreen(Screen[None]):
         with Container(id="main"):
             with Vertical(id="left"):
                 yield self.tree_view
-                yield self.depth
+                with Horizontal(id="below"):
+                    yield self.depth
+                    yield self.trade_off
             yield self.side
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
@@ -131,6 +137,7 @@ class MainScreen(Screen[None]):
         self.set_class(narrow, "narrow")
         self.side.set_class(narrow, "narrow")
         self._fits_depth = size.width >= DEPTH_FROM[0] and size.height >= DEPTH_FROM[1]
+        self.trade_off.display = size.width >= TRADE_OFF_FROM
         needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
         words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
         self.query_one("#too-small", Static).update(words)
@@ -154,8 +161,8 @@ class MainScreen(Screen[None]):
     def _show_panes(self) -> None:
         node = self.tree_view.current.name if self.tree_view.rows else ""
         activity = self.controller.life.current_activity()[0] or self.controller.life.no_engine_words
-        self.depth.display = self._fits_depth and self.experiment.model.no_forward is None
-        for pane in (*self.side.panes, self.depth):
+        self.query_one("#below").display = self._fits_depth and self.experiment.model.no_forward is None
+        for pane in (*self.side.panes, self.depth, self.trade_off):
             pane.show(activity, node)
 
     def _show_status(self) -> None:
@@ -437,7 +444,7 @@ class MainScreen(Screen[None]):
         self._windows.details()
 
     def action_help(self) -> None:
-        self._windows.help(self._chosen_keys, self.side)
+        self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off))
 
     # -- the command line ----------------------------------------------------------------------------------------
 

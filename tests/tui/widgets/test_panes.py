@@ -81,7 +81,7 @@ async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) 
     app = make_app()
 
     def places() -> list[Region]:
-        return [pane.region for pane in (*app.main.side.panes, app.main.depth) if pane.display]
+        return [pane.region for pane in (*app.main.side.panes, app.main.depth) if pane.region]
 
     async with running(app, size) as pilot:
         await ready(app, pilot)
@@ -94,7 +94,7 @@ async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) 
             drift_pane, memory, recipe = app.main.side.panes
             assert drift_pane.region.height + memory.region.height + recipe.region.height == app.main.side.size.height
             assert recipe.region.height >= app.main.side.size.height // 3
-        assert app.main.depth.display == (size[0] >= 120 and size[1] >= 36)
+        assert bool(app.main.depth.region) == (size[0] >= 120 and size[1] >= 36)
 
 
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])

@@ -99,7 +99,7 @@ class Pane(Widget, can_focus=True):
         activity: what the engine is doing, in a few words, or "" if it is idle. node: the name of the node under the cursor.
         """
         self._shown_for = (activity, node)
-        if not self.is_mounted or not self.display or not self.size:
+        if not self.is_mounted or not self.region:
             return
         console = self.app.console
         options = console.options.update(width=self.columns, height=None)

@@ -145,7 +145,8 @@ class RecipePane(Pane):
             if self.has_focus and place == self.cursor:
                 line = Text.assemble(("❯", "bold"), line[1:])
                 line.pad_right(self.columns - line.cell_len)
-                line.stylize_before(Style(bgcolor="blue"))
+                # The terminal's own blue may be as bright as the text.
+                line.stylize_before("bold" if self.app.native_ansi_color else Style(bgcolor="blue"))
             lines.append(line)
             if at is not None and (warning := self._warning(at)):
                 lines.append(Text(f"   {warning}", "bold" if "⚠" in warning else "dim"))
