@@ -94,7 +94,7 @@ def ready(app: DtypeApp) -> bool:
 
 
 def _figures(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"\d\.\d+e[+-]\d+", text)]
+    return [float(found) for found in re.findall(r"\d+\.?\d*(?:e[+-]?\d+)?", text)]
 
 
 async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:

@@ -75,7 +75,7 @@ def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) ->
     terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
     terminal.wait_for(r"SQNR +exact")
     terminal.press("2")
-    terminal.wait_for(r"SQNR +5\d\.\d\d dB")
+    terminal.wait_for(r"SQNR +exact → 5\d\.\d\d dB ▲")
     terminal.wait_for(r"ready")
     terminal.press("tf")
     terminal.wait_for("Forward passes over all inputs, timed")

@@ -48,8 +48,10 @@ class MemoryPane(Pane):
             table.title = Text("\n").join([*lines, Text()])
             table.title_justify, table.title_style = "left", ""
             return table
-        stored = f" of {human_bytes(plan.stored_bytes)} stored"
-        lines.append(_row("planned", human_bytes(plan.planned_bytes), stored, bold=True))
+        line = _row("planned", human_bytes(plan.planned_bytes), f" of {human_bytes(plan.stored_bytes)}", bold=True)
+        if line.cell_len + len(" stored") <= self.columns:
+            line.append(" stored", "dim")
+        lines.append(line)
         if memory is not None and memory.resident_bytes is not None:
             devices = ", ".join(name for name, size in memory.resident_by_device if size)
             lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
