@@ -256,6 +256,7 @@ class MainScreen(Screen[None]):
         if not names:
             self.say("no module drifts yet", "information")
             return
+        self._leave_zoom()
         again = self._worst in names and self._worst == self.tree_view.current.name
         self._worst = names[(names.index(self._worst) + 1) % len(names)] if again else names[0]
         self.tree_view.go_to(self._worst)
@@ -390,6 +391,7 @@ class MainScreen(Screen[None]):
 
     async def action_filter(self) -> None:
         await self.ensure_prompts()
+        self._leave_zoom()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
 
     def _go_to_first_match(self) -> None:
@@ -436,9 +438,13 @@ class MainScreen(Screen[None]):
 
     def action_to_tree(self) -> None:
         """Return from a pane to the tree."""
+        self._leave_zoom()
+        self.set_focus(self.tree_view)
+
+    def _leave_zoom(self) -> None:
+        """Show everything again if a pane is shown alone, before something happens in the tree."""
         if self.has_class("zoomed"):
             self.action_zoom()
-        self.set_focus(self.tree_view)
 
     def action_details(self) -> None:
         self._windows.details()

@@ -116,6 +116,17 @@ async def test_plus_shows_a_pane_alone_with_all_figures_and_again_everything(siz
             assert app.main.tree_view.region
 
 
+@pytest.mark.parametrize("key", ["w", "slash"])
+async def test_a_key_of_the_tree_shows_the_tree_again(key: str) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        await pilot.press("plus")
+        await until(pilot, lambda: not app.main.tree_view.region)
+        await pilot.press(key)
+        await until(pilot, lambda: bool(app.main.tree_view.region))
+
+
 async def test_tab_goes_through_the_panes_and_back_to_the_tree() -> None:
     app = make_app()
     async with running(app) as pilot:
