@@ -98,7 +98,7 @@ def at_end(app: DtypeApp) -> bool:
 
 
 def pane(app: DtypeApp) -> str:
-    return next(str(pane.border_title) for pane in app.main.side.panes if pane.display)
+    return next(pane.title for pane in app.main.side.panes if pane.display)
 
 
 def point(app: DtypeApp) -> int:
@@ -135,6 +135,11 @@ def at(node: str, scene: Scene = ready) -> Scene:
         await pilot.pause()
 
     return there
+
+
+def long_failure(app: DtypeApp) -> events.Event:
+    """A failure whose words fill more lines than a pane has."""
+    return events.Failed(app.controller.experiment.recipe, "no kernel " * 400, None)
 
 
 async def much_said(app: DtypeApp, pilot: Pilot[None]) -> None:

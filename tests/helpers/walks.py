@@ -19,6 +19,7 @@ from tests.helpers.observations import (
     last_command,
     last_rule,
     line,
+    long_failure,
     many_causes,
     many_inputs,
     marked_line,
@@ -40,7 +41,7 @@ from tests.helpers.observations import (
     wait_after,
 )  # fmt: skip
 from tests.helpers.recording_engine import engine
-from tests.helpers.scenes import SCENES, Scene, after, measuring, mixed, queued, ready, scanned, with_event
+from tests.helpers.scenes import MIXED, SCENES, Scene, after, measuring, mixed, queued, ready, scanned, with_event
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
@@ -67,6 +68,7 @@ class Walk:
     steps: tuple[Key | Scene, ...]
 
 
+MIXED_MLP = str(MIXED.rules[-1].pattern)
 back = press("escape")
 MAIN = "Casting and measuring"
 IN_MAIN = (
@@ -116,6 +118,10 @@ IN_MAIN = (
             press("ctrl+t"),
             Key("enter", title, "down_proj"),
             back,
+            Key("r", focus, "recipe"),
+            back,
+            Key("plus", lambda app: app.main.has_class("zoomed"), True),
+            press("plus"),
             Key("f", last_command, "flow"),
             Key("g", top, "GenerationScreen"),
             back,
@@ -200,6 +206,34 @@ OTHER_PLACES = (
         (
             Key("right_curly_bracket", cursor, "model.layers.4"),
             Key("left_curly_bracket", cursor, "model.layers.2.mlp"),
+        ),
+    ),
+    Walk(
+        "In a pane",
+        with_event(ready, long_failure, "plus"),
+        (
+            Key("down", lambda app: app.main.side.active.first, 1),
+            Key("j", lambda app: app.main.side.active.first, 2),
+            Key("up", lambda app: app.main.side.active.first, 1),
+            Key("k", lambda app: app.main.side.active.first, 0),
+            Key("tab", pane, "Memory"),
+            Key("escape", focus, "tree"),
+        ),
+    ),
+    Walk(
+        "In the Recipe pane",
+        after(mixed, "r"),
+        (
+            *(Key(str(number), last_rule, f"{MIXED_MLP}={dtype}") for number, dtype in enumerate(DIGITS, 1)),
+            Key("K", rules, ["*=bfloat16", f"{MIXED_MLP}=stored", "*norm*=float32"]),
+            Key("J", last_rule, f"{MIXED_MLP}=stored"),
+            Key("shift+up", rules, ["*=bfloat16", f"{MIXED_MLP}=stored", "*norm*=float32"]),
+            Key("shift+down", last_rule, f"{MIXED_MLP}=stored"),
+            Key("space", rules, ["*=bfloat16", "*norm*=float32"]),
+            Key("enter", typed, f"{MIXED_MLP}=stored"),
+            back,
+            Key("x", lambda app: len(app.controller.experiment.rules.rows), 2),
+            Key("delete", rules, ["*=bfloat16"]),
         ),
     ),
     Walk(

@@ -58,7 +58,7 @@ def shown(app: DtypeApp) -> str:
 
 def pane(app: DtypeApp, name: str) -> str:
     """The words of one pane, as they stand on the screen."""
-    (found,) = (pane for pane in app.main.side.panes if pane.border_title == name)
+    (found,) = (pane for pane in app.main.side.panes if pane.title == name)
     region = found.region
     lines = shown(app).splitlines()[region.y + 1 : region.bottom - 1]
     return " ".join(" ".join(line[region.x + 1 : region.right - 1] for line in lines).split())
@@ -94,7 +94,7 @@ def ready(app: DtypeApp) -> bool:
 
 
 def _figures(text: str) -> list[float]:
-    return [float(found) for found in re.findall(r"\d\.\d+e[+-]\d+", text)]
+    return [float(found) for found in re.findall(r"\d+\.?\d*(?:e[+-]?\d+)?", text)]
 
 
 async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:

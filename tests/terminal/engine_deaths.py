@@ -121,17 +121,17 @@ class Deaths:
         """Before there is a tree."""
         self.terminal.wait_for("importing torch", 60)
         self._dies(number, "no engine")
-        self._starts_again(r"\* → bf16")
+        self._starts_again(r"\* +bf16")
 
     def measuring(self, number: signal.Signals) -> None:
         """A rule that is added while there is no engine is measured by the next one."""
         self.slow(0.2)
         self.terminal.press("m")
         self.terminal.wait_for("measuring: candidate", 20)
-        self._dies(number, r"\* → bf16")
+        self._dies(number, r"\* +bf16")
         self.terminal.press("3")
-        self.terminal.wait_for(r"\* → f16", 20)
-        self._starts_again(r"\* → f16")
+        self.terminal.wait_for(r"\* +f16", 20)
+        self._starts_again(r"\* +f16")
 
     def scanning(self, number: signal.Signals) -> None:
         """The key for the scan begins it anew: what the engine had of it was its own."""
@@ -140,11 +140,11 @@ class Deaths:
         self.terminal.wait_for("Scores every weight", 20)
         self.terminal.press("\r")
         self.terminal.wait_for("Esc stops", 20)
-        self._dies(number, r"\* → f16")
-        self._starts_again(r"\* → f16")
+        self._dies(number, r"\* +f16")
+        self._starts_again(r"\* +f16")
         self.terminal.press("s")
         self.terminal.wait_for("SQNR dB +bf16", 60)  # the tree has a column for it
-        self.measured(r"\* → f16")
+        self.measured(r"\* +f16")
 
     def exporting(self, number: signal.Signals) -> None:
         """Nothing of what was being written is left."""
@@ -163,10 +163,10 @@ class Deaths:
             self.terminal.read()
             assert time.monotonic() < until, self.terminal.text
         assert not target.exists()
-        self._dies(number, r"\* → f16")
+        self._dies(number, r"\* +f16")
         assert not self._unfinished()
         assert not target.exists()
-        self._starts_again(r"\* → f16")
+        self._starts_again(r"\* +f16")
 
     def _halt_when_it_writes(self, engine: psutil.Process) -> None:
         while not self._unfinished():

@@ -134,6 +134,6 @@ async def draw_and_cast(browser: int, shown: str) -> None:
             for kind in ("mousePressed", "mouseReleased"):
                 await page.call("Input.dispatchMouseEvent", type=kind, **place)
             await page.press(":cast *.mlp bf16\r")
-            await page.wait_for(r"\*\.mlp → bf16  18")
+            await page.wait_for(r"\*\.mlp +bf16 +18")
             await page.wait_for(r"SQNR +\d\d\.\d\d dB")
             assert await page.colours() > empty + 10

@@ -53,7 +53,7 @@ def test_clicks_beside_the_palette_in_one_burst_close_it_once(opened: Opener, cl
         assert time.monotonic() < until, terminal.text
         terminal.read(0.1)
     terminal.press("2")
-    terminal.wait_for(r"\* → bf16", 20)
+    terminal.wait_for(r"\* +bf16", 20)
     leave(terminal)
 
 
@@ -71,7 +71,7 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_and_a_file(opened: Opener,
     terminal = opened("demo", PYTHONPATH=str(tmp_path / "site"))
     terminal.wait_for("embed_tokens")
     terminal.press("2")
-    terminal.wait_for(r"\* → bf16", 20)
+    terminal.wait_for(r"\* +bf16", 20)
     terminal.press("y")
     assert terminal.exit_status() == 2
     assert terminal.is_restored()
@@ -106,7 +106,7 @@ def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
     terminal = opened(str(model), "--text", str(long), "--sequences", "400", size=(120, 36))
     terminal.wait_for("embed_tokens")
     terminal.press("2")
-    terminal.wait_for(r"\* → bf16", 20)
+    terminal.wait_for(r"\* +bf16", 20)
     terminal.wait_for(r"measuring: (reference|candidate)", 200)  # while it loads, measuring is what comes then
     if moment in ("ready", "scanning"):
         terminal.press("\x1b")
@@ -123,7 +123,7 @@ def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
         terminal.wait_for("next: (measuring, )?writing", 20)
     os.truncate(weights, 100_000)
     terminal.press("jj3")
-    terminal.wait_for(r"2 model.embed_tokens → f16", 20)
+    terminal.wait_for(r"2 model.embed_tokens +f16", 20)
     terminal.wait_for(r"\bcut\b", 200)  # the sentence is broken between words
     terminal.press("w")
     terminal.wait_for("ready|no engine: R", 200)  # the engine has noticed it, or was ended by it

@@ -48,7 +48,7 @@ def cast_two(terminal: Terminal) -> None:
     """Cast two nodes, in another program's first second: nothing waits for the engine."""
     terminal.wait_for("embed_tokens")
     terminal.press("jj2jj3")
-    terminal.wait_for("2 model.layers.0 → f16")
+    terminal.wait_for("2 model.layers.0 +f16")
 
 
 def lose(terminal: Terminal) -> None:
@@ -79,7 +79,7 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
     (kept,) = saved(tmp_path)
     assert [str(rule) for rule in kept.recipe.rules] == ["model.embed_tokens=bfloat16", "model.layers.0=float16"]
     assert kept.cursor == "model.layers.0"
-    assert len(kept.recipes) == 3
+    assert len(kept.rule_lists) == 3
 
 
 @pytest.mark.parametrize("arguments", [(), ("--engine-command",)], ids=["kept", "not kept"])
@@ -109,12 +109,12 @@ def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_p
         )
     )
     back = opened("--resume")
-    back.wait_for("1 model.embed_tokens → bf16")
+    back.wait_for("1 model.embed_tokens +bf16")
     back.wait_for(r"▌ +▸ mlp")
     back.press("u")
     back.wait_for(r"▸ embed_tokens +f32")
     back.press("\x12\x12")
-    back.wait_for("2 lm_head → f16")
+    back.wait_for("2 lm_head +f16")
     back.press("q")
     assert back.exit_status() == 0
     assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")

@@ -47,7 +47,7 @@ def test_what_is_shown_costs_nothing_and_a_cut_line_loses_nothing(tmp_path: Path
             terminal.wait_for("connection cut: trying again")
             (tmp_path / "down-for-now").unlink()
             terminal.wait_for("connected again")
-            terminal.wait_for(r"\* → bf16|bf16")
+            terminal.wait_for(r"\* +bf16|bf16")
             terminal.wait_for(" ready")
             terminal.wait_for(r"SQNR +\d+\.\d")
             terminal.press("q")

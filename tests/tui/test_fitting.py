@@ -39,7 +39,7 @@ async def test_the_smallest_terminal_has_six_lines_of_the_tree_and_the_panes_beh
     async with app.run_test(size=(60, 15)) as pilot:
         await mixed(app, pilot)
         await pilot.press("G")
-        for title, words in (("Drift", "meaning"), ("Memory", "stored"), ("Recipe", "1 ")):
+        for title, words in (("Drift", "KL"), ("Memory", "▄"), ("Recipe", "1 ")):
             await pilot.pause()
             shown = lines(app)
             tabs = next(place for place, line in enumerate(shown) if f"[{title}]" in line)

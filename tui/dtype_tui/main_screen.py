@@ -13,7 +13,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
-from textual.containers import Container
+from textual.containers import Container, Horizontal, Vertical
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widget import AwaitMount
@@ -39,7 +39,9 @@ from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.panes.depth import DepthPane
 from dtype_tui.widgets.panes.side import SidePanes
+from dtype_tui.widgets.panes.trade_off import TradeOffPane
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import KeyLine, key_line, next_keys, status_line
 from dtype_tui.widgets.tree_rows import ORDERS
@@ -47,6 +49,10 @@ from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
+DEPTH_FROM = (120, 36)
+"""The smallest terminal, in columns and lines, with room for the plot of drift over depth below the tree."""
+TRADE_OFF_FROM = 180
+"""Least number of columns with room for the plot of bytes and drift next to it."""
 MOST_WINDOWS = 20
 """Maximum number of open screens. If so many are open, a result that arrives does not open a window of its own, because Textual
 takes too long to draw a hundred windows over each other.
@@ -81,7 +87,9 @@ class MainScreen(Screen[None]):
         with the next smaller drift.
         """
         self.tree_view = ModuleTree(self.experiment, id="tree")
-        self.side = SidePanes(self.experiment)
+        self.side = SidePanes(controller)
+        self.depth = DepthPane(self.experiment, "depth")
+        self.trade_off = TradeOffPane(self.experiment, "trade-off")
         self._words = CommandWords(controller, self.tree_view)
         self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
@@ -94,13 +102,19 @@ class MainScreen(Screen[None]):
         """
         self._draw_is_due = False
         self._drawn_at = 0.0
+        self._fits_depth = False
+        """Whether the terminal has room for the plot of drift over depth."""
 
     # -- layout --------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
         yield Static(id="header", markup=False)
         with Container(id="main"):
-            yield self.tree_view
+            with Vertical(id="left"):
+                yield self.tree_view
+                with Horizontal(id="below"):
+                    yield self.depth
+                    yield self.trade_off
             yield self.side
         yield KeyLine(id="status", markup=False)
         yield KeyLine(id="keys", markup=False)
@@ -133,6 +147,8 @@ class MainScreen(Screen[None]):
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
         self.side.set_class(narrow, "narrow")
+        self._fits_depth = size.width >= DEPTH_FROM[0] and size.height >= DEPTH_FROM[1]
+        self.trade_off.display = size.width >= TRADE_OFF_FROM
         needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
         words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
         self.query_one("#too-small", Static).update(words)
@@ -155,7 +171,10 @@ class MainScreen(Screen[None]):
 
     def _show_panes(self) -> None:
         node = self.tree_view.current.name if self.tree_view.rows else ""
-        self.side.show(self.controller.life.current_activity()[0] or self.controller.life.no_engine_words, node)
+        activity = self.controller.life.current_activity()[0] or self.controller.life.no_engine_words
+        self.query_one("#below").display = self._fits_depth and self.experiment.model.no_forward is None
+        for pane in (*self.side.panes, self.depth, self.trade_off):
+            pane.show(activity, node)
 
     def _show_status(self) -> None:
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
@@ -242,7 +261,7 @@ class MainScreen(Screen[None]):
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
         self._wanted_cursor = None
-        self.side.panes[2].show("", message.name)
+        self.side.recipe.show("", message.name)
 
     def action_worst(self) -> None:
         """Go to the module in whose code values stop being finite. If there is none, go to the module with the largest drift.
@@ -256,6 +275,7 @@ class MainScreen(Screen[None]):
         if not names:
             self.say("no module drifts yet", "information")
             return
+        self._leave_zoom()
         again = self._worst in names and self._worst == self.tree_view.current.name
         self._worst = names[(names.index(self._worst) + 1) % len(names)] if again else names[0]
         self.tree_view.go_to(self._worst)
@@ -390,6 +410,7 @@ class MainScreen(Screen[None]):
 
     async def action_filter(self) -> None:
         await self.ensure_prompts()
+        self._leave_zoom()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
 
     def _go_to_first_match(self) -> None:
@@ -404,14 +425,52 @@ class MainScreen(Screen[None]):
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_next_pane(self) -> None:
-        self.side.next_pane()
-        self._show_panes()
+        """Go from the tree to the first pane, and from each pane to the next. If there is room for only one pane, show the next."""
+        side = self.side
+        focused = next((pane for pane in side.panes if pane.has_focus), None)
+        if side.is_narrow or self.has_class("zoomed"):
+            side.activate(side.after(side.active) or side.panes[0])
+            self.set_focus(side.active if self.has_class("zoomed") else self.tree_view)
+            self.call_after_refresh(self._show_panes)
+        else:
+            self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
+
+    def action_rules(self) -> None:
+        """Go to the rules, to the one that decides the node under the cursor."""
+        self.side.activate(self.side.recipe)
+        self.set_focus(self.side.recipe)
+        self.side.recipe.go_to_deciding_rule(self.tree_view.current.name if self.tree_view.rows else "")
+
+    async def action_edit_rule(self) -> None:
+        """Open the cast prompt with the rule under the cursor of the Recipe pane. The changed rule takes its place."""
+        await self.ensure_prompts()
+        row, rule = self.side.recipe.cursor, self.side.recipe.current
+        if rule is not None:
+            self.query_one(CastPrompt).edit(rule, lambda changed: self.controller.change_rule(row, changed))
+
+    def action_zoom(self) -> None:
+        """Show the active pane alone or, if a pane is shown alone, everything again."""
+        zoomed = not self.has_class("zoomed")
+        self.set_class(zoomed, "zoomed")
+        self.side.zoom(zoomed)
+        self.set_focus(self.side.active if zoomed else self.tree_view)
+
+    def action_to_tree(self) -> None:
+        """Return from a pane to the tree."""
+        self._leave_zoom()
+        self.set_focus(self.tree_view)
+
+    def _leave_zoom(self) -> None:
+        """Show everything again if a pane is shown alone, before something happens in the tree."""
+        if self.has_class("zoomed"):
+            self.action_zoom()
 
     def action_details(self) -> None:
         self._windows.details()
 
     def action_help(self) -> None:
-        self._windows.help(self._chosen_keys, self.side, HIDDEN if self.controller.read_only else frozenset())
+        hidden = HIDDEN if self.controller.read_only else frozenset()
+        self._windows.help(self._chosen_keys, (*self.side.panes, self.depth, self.trade_off), hidden)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Return whether Textual's panel of keys shows an action."""

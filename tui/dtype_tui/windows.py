@@ -5,7 +5,7 @@ The module of a window is imported when the window opens, so that the first pain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from dtype_engine.core.options import RunSettings
@@ -15,7 +15,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Cancel, Generate
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
-from dtype_tui.widgets.panes.side import SidePanes
+from dtype_tui.widgets.panes.base import Pane
 
 
 @dataclass
@@ -222,13 +222,13 @@ class Windows:
 
         self._push(JobsScreen(self._controller.activity, stop))
 
-    def help(self, chosen_keys: Mapping[str, str], side: SidePanes, hidden: Set[str]) -> None:
-        """Open the help. chosen_keys: the user's own keys, by binding id. side: the panes whose terms the help explains.
-        hidden: the ids of the bindings that it leaves out.
+    def help(self, chosen_keys: Mapping[str, str], panes: Sequence[Pane], hidden: Set[str]) -> None:
+        """Open the help. chosen_keys: the user's own keys, by binding id. panes: those whose terms the help explains. hidden: the
+        ids of the bindings that it leaves out.
         """
         from dtype_tui.screens.help import HelpScreen, keys_for_node
 
-        words = [(str(pane.border_title), pane.HELP) for pane in side.panes]
+        words = [(pane.title, pane.HELP) for pane in panes]
         experiment = self._experiment
         if self._tree.rows:
             row = self._tree.current

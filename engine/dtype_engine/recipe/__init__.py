@@ -13,12 +13,12 @@ from dtype_engine.recipe.plan import (
     tensor_bytes,
     uncast_words,
 )
-from dtype_engine.recipe.rules import Recipe, RecipeHistory, Rule
+from dtype_engine.recipe.rules import History, Recipe, Rule
 
 __all__ = [
+    "History",
     "Plan",
     "Recipe",
-    "RecipeHistory",
     "Rule",
     "RuleEffect",
     "Selection",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import Name
 from dtype_engine.recipe.pattern import compile_pattern
+
+_State = TypeVar("_State")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,48 +81,48 @@ class Recipe:
         return ", ".join(map(str, self.rules)) or "as stored"
 
 
-class RecipeHistory:
-    """The recipes of a session, with unlimited undo and redo."""
+class History(Generic[_State]):
+    """The states of a session, such as its recipes, with unlimited undo and redo."""
 
-    def __init__(self, recipe: Recipe = Recipe()) -> None:
-        self._recipes = [recipe]
+    def __init__(self, first: _State) -> None:
+        self._states = [first]
         self._at = 0
 
     @classmethod
-    def of(cls, recipes: Iterable[Recipe], at: int) -> RecipeHistory:
-        """Return a history restored from all its recipes in order. The recipe at index `at` becomes the current one."""
-        history = cls()
-        history._recipes, history._at = list(recipes), at
+    def of(cls, states: Iterable[_State], at: int) -> History[_State]:
+        """Return a history restored from all its states in order. The state at index `at` becomes the current one."""
+        kept = list(states)
+        history = cls(kept[0])
+        history._states, history._at = kept, at
         return history
 
     @property
-    def kept(self) -> tuple[tuple[Recipe, ...], int]:
-        """All recipes in order, and the index of the current one. The method `of` takes both as its arguments."""
-        return tuple(self._recipes), self._at
+    def kept(self) -> tuple[tuple[_State, ...], int]:
+        """All states in order, and the index of the current one. The method `of` takes both as its arguments."""
+        return tuple(self._states), self._at
 
     @property
-    def recipe(self) -> Recipe:
-        """The current recipe."""
-        return self._recipes[self._at]
+    def current(self) -> _State:
+        return self._states[self._at]
 
-    def push(self, recipe: Recipe) -> bool:
-        """Make `recipe` the current one and discard undone recipes. Returns False if it is already the current one."""
-        if recipe == self.recipe:
+    def push(self, state: _State) -> bool:
+        """Make `state` the current one and discard undone states. Returns False if it is already the current one."""
+        if state == self.current:
             return False
-        self._recipes[self._at + 1 :] = [recipe]
+        self._states[self._at + 1 :] = [state]
         self._at += 1
         return True
 
     def undo(self) -> bool:
-        """Go back to the previous recipe. Returns False if there is nothing to undo."""
+        """Go back to the previous state. Returns False if there is nothing to undo."""
         if self._at == 0:
             return False
         self._at -= 1
         return True
 
     def redo(self) -> bool:
-        """Go forward to the most recently undone recipe. Returns False if there is nothing to redo."""
-        if self._at + 1 == len(self._recipes):
+        """Go forward to the most recently undone state. Returns False if there is nothing to redo."""
+        if self._at + 1 == len(self._states):
             return False
         self._at += 1
         return True

@@ -53,15 +53,15 @@ chosen for the least error (Max 1960).
 """
 
 _KL: tuple[tuple[float, Word, str], ...] = (
-    (KL_FLOATS, "invisible", "up to that of float16 against bfloat16"),
-    (KL_Q8, "small", "up to that of q8_0"),
-    (KL_Q4, "visible", "between q8_0 and q4_K_M"),
-    (KL_Q2, "visible", "between q4_K_M and q2_K"),
+    (KL_FLOATS, "invisible", "no worse than float16 against bfloat16"),
+    (KL_Q8, "small", "no worse than llama.cpp Q8_0"),
+    (KL_Q4, "visible", "no worse than llama.cpp Q4_K_M"),
+    (KL_Q2, "visible", "no worse than llama.cpp Q2_K"),
 )
 _SQNR: tuple[tuple[float, Word, str], ...] = (
-    (SQNR_BF16, "invisible", "up to bfloat16's rounding"),
-    (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
-    (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
+    (SQNR_BF16, "invisible", "no worse than rounding to bfloat16"),
+    (SQNR_FP8, "small", "no worse than rounding to fp8"),
+    (SQNR_SIGNS, "visible", "no worse than rounding to 1 bit"),
 )
 """(minimum SQNR in dB, word, comparison): an output whose SQNR is at least the minimum is described by this word and comparison."""
 
@@ -80,7 +80,7 @@ HELP = (
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """A word that rates a drift, such as "small", and a comparison with a familiar drift, such as `up to that of q8_0`."""
+    """A word that rates a drift, such as "small", and a comparison with a familiar drift: `no worse than llama.cpp Q8_0`."""
 
     word: Word
     why: str
@@ -119,8 +119,8 @@ def meaning(output: OutputDrift, floor: NoiseFloor | None = None, modules: Itera
         for most, word, why in _KL:
             if output.kl_mean <= most:
                 return Meaning(word, why)
-        return Meaning("broken", "more than q2_K")
+        return Meaning("broken", "worse than llama.cpp Q2_K")
     for least, word, why in _SQNR:
         if output.sqnr_db >= least:
             return Meaning(word, why)
-    return Meaning("broken", "more than 1-bit rounding")
+    return Meaning("broken", "worse than rounding to 1 bit")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
-from dtype_engine.recipe import Recipe, RecipeHistory, Rule, compile_pattern, make_plan, require_matches
+from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
 
 CLASSES = {
@@ -124,7 +124,7 @@ def test_dropping_an_earlier_rule_of_the_same_pattern_changes_nothing(recipe: Re
 
 @given(st.lists(st.one_of(RECIPES, st.sampled_from(["undo", "redo"])), max_size=20))
 def test_history_is_a_list_with_a_place_in_it(steps: list[Recipe | str]) -> None:
-    history, model, at = RecipeHistory(), [Recipe()], 0
+    history, model, at = History(Recipe()), [Recipe()], 0
     for step in steps:
         if step == "undo":
             assert history.undo() == (at > 0)
@@ -135,7 +135,7 @@ def test_history_is_a_list_with_a_place_in_it(steps: list[Recipe | str]) -> None
         elif isinstance(step, Recipe) and history.push(step):
             model[at + 1 :] = [step]
             at += 1
-        assert history.recipe == model[at]
+        assert history.current == model[at]
 
 
 def test_a_rule_by_any_name_of_a_tied_weight_casts_the_one_tensor() -> None:

@@ -111,14 +111,14 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "SQNR 40 ≥ 30 dB" in text
             assert "same top 98 < 99 %" in text
             assert "KL 9.0e-13 nats, 128.0 dB" in text
-            assert "small: up to that of q8_0" in text
+            assert " small  no worse than llama.cpp Q8_0" in text
             assert "ready · drift: small" in text
             await say(
                 app,
                 pilot,
                 events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)),
             )
-            assert "under the floor: noise" in screen(app)
+            assert " under the floor  noise" in screen(app)
         app = make_app()
         app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
 

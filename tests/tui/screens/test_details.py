@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.scenes import Scene, measured_in_part, measuring, mixed
+from tests.helpers.scenes import Scene, measured_in_part, mixed
 from tests.helpers.screen_text import lines, screen
 from textual.containers import VerticalScroll
 
@@ -13,24 +13,39 @@ from dtype_engine.core.units import human_bytes
 
 
 @pytest.mark.parametrize(
-    ("scene", "words"),
+    ("scene", "rows"),
     [
-        (measuring, ""),
-        (measured_in_part, "SQNR 40.00 dB ± 0.43, max |Δ| 5.0000e-01, non-finite 0, over 2 of 6 sequences, 295 tokens"),
-        (mixed, "SQNR 40.00 dB, max |Δ| 5.0000e-01, non-finite 0"),
+        (
+            measured_in_part,
+            {"so far": "2 of 6 sequences, 295 tokens", "SQNR": "40.00 dB ± 0.43", "max |Δ|": "5.0000e-01"},
+        ),
+        (
+            mixed,
+            {
+                "over": "6 of 6 sequences, 973 tokens",
+                "SQNR": "40.00 dB",
+                "mean |Δ|": "1.6400e-02",
+                "peak": "452.00 MiB",
+            },
+        ),
     ],
 )
-async def test_the_whole_model_has_a_drift_once_its_output_was_compared(scene: Scene, words: str) -> None:
+async def test_the_whole_model_has_every_figure_once_its_output_was_compared(
+    scene: Scene, rows: dict[str, str]
+) -> None:
     app = make_app()
     async with running(app) as pilot:
         await scene(app, pilot)
         await pilot.press("less_than_sign", "enter")
         await pilot.pause()
         box = app.screen.query_one(VerticalScroll).content_region
-        shown = " ".join(line[box.x : box.right] for line in lines(app)[box.y : box.bottom])
-        assert "the whole model" in shown
-        drift = " ".join(shown.partition(" drift ")[2].partition(" rule ")[0].split())
-        assert drift == words, screen(app)
+        shown = [line[box.x : box.right].strip() for line in lines(app)[box.y : box.bottom]]
+        assert "the whole model" in shown[0]
+        for label, words in rows.items():
+            assert [line for line in shown if line.startswith(f"{label} ") and line.endswith(f" {words}")], (
+                label,
+                shown,
+            )
 
 
 async def test_the_whole_model_shows_the_bytes_of_each_kind_of_layer() -> None:

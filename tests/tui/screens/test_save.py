@@ -305,7 +305,7 @@ async def test_the_session_is_kept_as_it_changes() -> None:
         await pilot.press("u", "G")
         last = app.query_one(ModuleTree).current.name
     saved = newest_session()
-    assert [len(recipe) for recipe in saved.recipes] == [0, 1, 2]
+    assert [len(rules.rows) for rules in saved.rule_lists] == [0, 1, 2]
     assert saved.at == 1
     assert saved.cursor == last != "model.layers"
     assert saved.options == Options(prompts=("a",), settings=RunSettings(autocast="bfloat16"))
@@ -316,7 +316,7 @@ async def test_the_session_is_kept_as_it_changes() -> None:
         assert again.controller.experiment.recipe == saved.recipe
         assert engine(again).recipes[-1] == saved.recipe
         await pilot.press("ctrl+r")
-        assert again.controller.experiment.recipe == saved.recipes[2]
+        assert again.controller.experiment.recipe == saved.rule_lists[2].recipe
         await pilot.press("u", "u")
         assert again.controller.experiment.recipe == Recipe()
 

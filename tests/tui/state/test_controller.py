@@ -18,6 +18,7 @@ from dtype_tui.state import experiment as experiment_module
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession
 from dtype_tui.widgets.header import header_line
 
@@ -135,7 +136,7 @@ def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> Non
 
 
 def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(alone: Alone) -> None:
-    saved = SavedSession(None, "demo", recipes=(Recipe(), BF16), at=1)
+    saved = SavedSession(None, "demo", rule_lists=(RuleList(), RuleList.of(BF16.rules)), at=1)
     alone.controller.begin(Launch("demo", recipe=OTHER, saved=saved))
     assert alone.experiment.recipe == Recipe((*BF16.rules, *OTHER.rules))
     assert alone.engine.recipes[-1] == alone.experiment.recipe

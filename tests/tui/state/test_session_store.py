@@ -21,6 +21,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_tui.state import session_store as sessions
 from dtype_tui.state.measurement_log import measured
+from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import (
     MOST_STEPS,
     SavedSession,
@@ -88,7 +89,11 @@ def test_everything_comes_back(tmp_path: Path) -> None:
             device="cpu", prompts=("one\n\u202e", "two"), texts=(tmp_path / "a.txt",), weights=tmp_path / "w.pth",
             reference_bytes=17, threads=2, settings=RunSettings("bfloat16", "float16", "model", "weights"),
         ),
-        recipes=(Recipe(), recipe("*=bf16"), recipe("*=bf16", "re:a=b=fp8@tensor", "x.{0..3}=stored")),
+        rule_lists=(
+            RuleList(),
+            RuleList.of(recipe("*=bf16").rules),
+            RuleList.of(recipe("*=bf16", "re:a=b=fp8@tensor", "x.{0..3}=stored").rules).toggled(1).toggled(2),
+        ),
         at=1,
         cursor="model.layers.0",
         measured=(
@@ -122,13 +127,16 @@ def test_any_recipes_come_back(recipes: list[list[Rule]], data: Any) -> None:
     made = []
     for rules in recipes:
         try:
-            made.append(Recipe(tuple(Rule.make(rule.pattern, rule.dtype) for rule in rules)))
+            made.append(RuleList.of(Rule.make(rule.pattern, rule.dtype) for rule in rules))
         except UserError:
             return
+    for index, rules_made in enumerate(made):
+        for row in data.draw(st.sets(st.integers(0, max(0, len(rules_made.rows) - 1)))) if rules_made.rows else ():
+            made[index] = made[index].toggled(row)
     at = data.draw(st.integers(0, len(made) - 1))
-    (path,) = save(0, SavedSession(None, "demo", recipes=tuple(made), at=at))
+    (path,) = save(0, SavedSession(None, "demo", rule_lists=tuple(made), at=at))
     found = read_session(path)
-    assert (found.recipes, found.at) == (tuple(made), at)
+    assert (found.rule_lists, found.at) == (tuple(made), at)
 
 
 def test_every_option_has_a_place_in_the_file_but_for_trust() -> None:
@@ -150,12 +158,12 @@ def test_a_file_can_not_make_the_program_trust_a_model(name: str) -> None:
 
 
 def test_a_long_history_keeps_what_is_near() -> None:
-    recipes = tuple(recipe(f"layer.{number}=bf16") for number in range(3 * MOST_STEPS))
-    (path,) = save(0, SavedSession(None, "demo", recipes=recipes, at=MOST_STEPS + 50))
+    rules = tuple(RuleList.of(recipe(f"layer.{number}=bf16").rules) for number in range(3 * MOST_STEPS))
+    (path,) = save(0, SavedSession(None, "demo", rule_lists=rules, at=MOST_STEPS + 50))
     found = read_session(path)
-    assert found.recipe == recipes[MOST_STEPS + 50]
+    assert found.recipe == rules[MOST_STEPS + 50].recipe
     assert found.at == MOST_STEPS
-    assert found.recipes == recipes[50 : 2 * MOST_STEPS + 51]
+    assert found.rule_lists == rules[50 : 2 * MOST_STEPS + 51]
 
 
 @pytest.mark.parametrize(

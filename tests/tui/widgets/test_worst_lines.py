@@ -6,13 +6,11 @@ import pytest
 from tests.helpers.recording_engine import make_app, report, running, say
 from tests.helpers.scenes import MIXED, ready
 from tests.helpers.screen_text import lines, screen
-from textual.widgets import Static
 
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
-from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines_or_longer
-from dtype_tui.state.results import Results
+from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines
 
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
 
@@ -30,8 +28,20 @@ def test_a_cut_name_is_no_other_modules() -> None:
 
 def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
     both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
-    drawn = [text.plain for text in worst_lines_or_longer([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both)]
-    assert drawn == ["30.00 \n  encoder.layers.1.fc1"]
+    drawn = [text.plain for text in worst_lines([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both)]
+    assert drawn == ["worst 30.00 \n  encoder.layers.1.fc1"]
+
+
+def test_a_track_is_longer_for_more_drift_and_gives_way_to_a_name() -> None:
+    worst = [ModuleDrift(NAMES[-1], 20.0, 1.0, 0), ModuleDrift(NAMES[0], 60.0, 1.0, 0)]
+    assert [text.plain for text in worst_lines(worst, 40, NAMES)] == [
+        "worst 20.00 ▄▄▄▁ …11.mlp.down_proj",
+        "dB    60.00 ▄▁▁▁ …0.self_attn.o_proj",
+    ]
+    assert [text.plain for text in worst_lines(worst, 34, NAMES)] == [
+        "worst 20.00 …11.mlp.down_proj",
+        "dB    60.00 …0.self_attn.o_proj",
+    ]
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
@@ -46,24 +56,8 @@ async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None
         for so_far in (True, False):
             if not so_far:
                 await say(app, pilot, events.Measured(MIXED, report(MIXED, 1e-2, modules)), events.Idle())
-            app.main.side.panes[0].scroll_end(animate=False)
-            await pilot.pause()
             figures = [f"{34.5 + place:.2f}" for place in range(3)]
             shown = [next(line for line in lines(app) if f" {figure} " in line) for figure in figures]
             for line, end in zip(shown, ("10.self_attn.o_proj", "0.self_attn.o_proj", "1.mlp.down_proj"), strict=True):
                 assert f"…{end}" in line or f".{end}" in line, screen(app)
             assert "dB" in screen(app)
-
-
-async def test_a_scrollbar_takes_no_cell_of_a_panes_text() -> None:
-    app = make_app()
-    widths = []
-    async with running(app) as pilot:
-        await ready(app, pilot)
-        pane = app.main.side.panes[0]
-        for failure in ("one line", "many lines " * 100):
-            app.controller.experiment.results = Results(failure=failure)
-            app.main.show_all()
-            await pilot.pause()
-            widths.append((pane.show_vertical_scrollbar, pane.columns, pane.query_one(Static).size.width))
-    assert widths == [(False, 36, 36), (True, 36, 36)]

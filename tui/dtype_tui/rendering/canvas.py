@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from rich.text import Text
 
+from dtype_tui.rendering.palette import TRACK
+
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """The bit of each dot in a braille character, by row and column."""
 _BRAILLE = 0x2800
@@ -30,6 +32,18 @@ class Series:
     """(x, y) of each point."""
     mark: str = ""
     """The character that marks each point. If "", a line of dots joins the points instead."""
+    style: str = ""
+    styles: Sequence[str] = ()
+    """The style of each point, and of the line from the point before to it. If empty, all have `style`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """A text that is written near a point."""
+
+    x: float
+    y: float
+    text: str
     style: str = ""
 
 
@@ -97,13 +111,19 @@ def plot(
     height: int,
     vertical: float | None = None,
     names: Sequence[tuple[float, str]] = (),
+    unit: str = "",
+    notes: Sequence[Note] = (),
 ) -> Text:
     """Return the plot as `height` lines of `width` cells.
 
     series: the points to draw. vertical: the x at which to draw a vertical line. names: (x, name) pairs in order of x, to write
-    below the horizontal axis instead of numbers.
+    below the horizontal axis instead of numbers. unit: the unit of y, written after the uppermost label of the vertical axis.
+    notes: texts to write next to points.
     """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
+    if unit and labels:
+        top = min(labels)
+        labels = {row: f"{label} {unit if row == top else ' ' * len(unit)}" for row, label in labels.items()}
     margin = max(len(label) for label in (*labels.values(), "0")) + 1
     columns, rows = max(1, width - margin - 1), max(1, height - 2 - axes.zero)
     grid = _Grid(columns, rows, axes)
@@ -112,14 +132,16 @@ def plot(
             grid.put(grid.column(vertical), row, "|", "yellow")
     for each in series:
         grid.draw(each)
+    for note in notes:
+        grid.write(note)
     text = Text()
     for row in range(rows + axes.zero):
         label = "0" if row == rows else labels.get(row, "")
         text.append(f"{label:>{margin - 1}} ", style="dim")
-        text.append("┤" if label else "│", style="dim")
+        text.append("┤" if label else "│", style=TRACK)
         text.append_text(grid.line(row))
         text.append("\n")
-    text.append(" " * margin + "└" + "─" * columns + "\n", style="dim")
+    text.append(" " * margin + "└" + "─" * columns + "\n", style=TRACK)
     text.append(" " * (margin + 1) + (_names_below(axes, columns, names) or _x_labels(axes, columns)), style="dim")
     return text
 
@@ -130,8 +152,8 @@ class _Grid:
     def __init__(self, columns: int, rows: int, axes: Axes) -> None:
         self._columns, self._rows, self._axes = columns, rows, axes
         self._dots: dict[tuple[int, int], int] = {}
+        self._styles: dict[tuple[int, int], str] = {}
         self._marks: dict[tuple[int, int], tuple[str, str]] = {}
-        self._style = ""
 
     def column(self, x: float) -> int:
         return min(self._columns - 1, self._across(x) // 2)
@@ -153,7 +175,8 @@ class _Grid:
     def draw(self, series: Series) -> None:
         axes = self._axes
         before: tuple[int, int] | None = None
-        for x, y in series.points:
+        styles = series.styles or [series.style] * len(series.points)
+        for (x, y), style in zip(series.points, styles, strict=True):
             inside = axes.left <= x <= axes.right and math.isfinite(y)
             if not inside:
                 before = None
@@ -163,12 +186,12 @@ class _Grid:
                 before = None
             elif series.mark:
                 row = self._rows if down is None else down // 4
-                self.put(across // 2, row, series.mark, series.style)
+                self.put(across // 2, row, series.mark, style)
             elif down is None:
-                self._dot(across, 4 * self._rows + 1, series.style)
+                self._dot(across, 4 * self._rows + 1, style)
                 before = None
             else:
-                self._join(before or (across, down), (across, down), series.style)
+                self._join(before or (across, down), (across, down), style)
                 before = across, down
 
     def _join(self, one: tuple[int, int], other: tuple[int, int], style: str) -> None:
@@ -180,7 +203,29 @@ class _Grid:
     def _dot(self, across: int, down: int, style: str) -> None:
         cell = across // 2, down // 4
         self._dots[cell] = self._dots.get(cell, 0) | _DOTS[down % 4][across % 2]
-        self._style = style
+        self._styles[cell] = style
+
+    def write(self, note: Note) -> None:
+        """Write a note inside the plot, near its point: where it covers the fewest dots, and there as near as possible."""
+        down = self._down(note.y)
+        width = len(note.text)
+        if down is None or width > self._columns:
+            return
+        column, row = self.column(note.x), down // 4
+        starts = {
+            max(0, min(start, self._columns - width)) for start in (column, column - width // 2, column - width + 1)
+        }
+        places = [
+            (sum((cell, near) in self._dots or (cell, near) in self._marks for cell in range(start, start + width)),
+             abs(near - row), start, near)
+            for near in range(self._rows)
+            for start in starts
+            if near != row
+        ]  # fmt: skip
+        if places:
+            _, _, start, near = min(places)
+            for index, character in enumerate(note.text):
+                self.put(start + index, near, character, note.style)
 
     def line(self, row: int) -> Text:
         text = Text()
@@ -189,7 +234,7 @@ class _Grid:
             if cell in self._marks:
                 text.append(*self._marks[cell])
             elif cell in self._dots:
-                text.append(chr(_BRAILLE + self._dots[cell]), style=self._style)
+                text.append(chr(_BRAILLE + self._dots[cell]), style=self._styles[cell])
             else:
                 text.append(" ")
         return text

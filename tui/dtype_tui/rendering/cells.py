@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
 
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
+BEST_DB = 80.0
+"""The SQNR in dB at which the bar for a module's drift is empty. It is also empty for any higher SQNR."""
 
 
 def name_cell(text: str, width: int) -> str:

@@ -1,9 +1,8 @@
-"""Writes the list of the modules that drift most: for each module, a line with its SQNR and the end of its name. If other modules'
-names end alike, the full name follows on further lines.
-"""
+"""Writes the list of the modules that drift most: for each module, a line with its SQNR and the end of its name."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
@@ -11,12 +10,17 @@ from rich.text import Text
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
-from dtype_tui.rendering.cells import wrap_dotted
+from dtype_tui.rendering.cells import BEST_DB, meter, wrap_dotted
+from dtype_tui.rendering.palette import ramp
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
 
-_NUMBER_WIDTH = 10
+_LABELS = ("worst", "dB")
+_LABEL = 6
+"""Width in cells of the labels in front of the numbers."""
+_TRACK = 4
+"""Width in cells of the track that shows a module's drift."""
 
 
 def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
@@ -34,44 +38,29 @@ def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | 
     return f"…{end}"
 
 
-def worst_lines(
-    worst: Sequence[ModuleDrift], width: int, others: Collection[str], unit: bool = True
-) -> list[Text] | None:
-    """Return one line per module with its SQNR and its shortened name, or None if one of the shortened names is ambiguous.
+def worst_lines(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
+    """Return the lines about the modules that drift most: a label, the SQNR in dB, a track that is longer for more drift, and the
+    end of the name.
 
-    worst: the modules to list. others: the names of all modules. unit: whether to write the unit of the SQNR.
+    If names that are shortened so are ambiguous, the track is left out. If they still are, the full name follows on further lines.
+    worst: the modules to list. width: the width of the lines in cells. others: the names of all modules.
     """
-    numbers = _numbers(worst, unit)
-    widest = _NUMBER_WIDTH if unit else max(map(len, numbers), default=0)
-    lines = []
-    for drift, number in zip(worst, numbers, strict=True):
-        number = f"{number:>{widest}} "
-        name = shortened_uniquely(printable(drift.name, 300), width - len(number), others)
-        if name is None:
-            return None
-        lines.append(_line(drift, number, name))
-    return lines
-
-
-def worst_lines_or_longer(worst: Sequence[ModuleDrift], width: int, others: Collection[str]) -> list[Text]:
-    """Return a text per module: a line with its SQNR without unit and its shortened name or, if the shortened name is ambiguous, a
-    line with the SQNR and below it the full name, wrapped. worst: the modules to list. others: the names of all modules.
-    """
-    numbers = _numbers(worst, unit=False)
+    numbers = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db).removesuffix(" dB") for drift in worst]
     widest = max(map(len, numbers), default=0)
+    names = [printable(drift.name, 300) for drift in worst]
+    for track in (_TRACK, 0):
+        room = width - _LABEL - widest - 1 - (track + 1 if track else 0)
+        short = [shortened_uniquely(name, room, others) for name in names]
+        if None not in short:
+            break
     lines = []
-    for drift, number in zip(worst, numbers, strict=True):
-        name = printable(drift.name, 300)
-        short = shortened_uniquely(name, width - widest - 1, others)
-        below = "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  ")
-        lines.append(_line(drift, f"{number:>{widest}} ", below if short is None else short))
+    for index, (drift, number, name) in enumerate(zip(worst, numbers, names, strict=True)):
+        label = _LABELS[index] if index < len(_LABELS) else ""
+        degree = math.nan if drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
+        line = Text.assemble((f"{label:<{_LABEL}}", "dim"), (f"{number:>{widest}} ", f"bold {ramp(degree)}"))
+        if track:
+            share = 1.0 if math.isnan(degree) else (BEST_DB - degree) / BEST_DB
+            line = Text.assemble(line, *meter(share, track, ramp(degree)), " ")
+        line.append(short[index] or "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  "))
+        lines.append(line)
     return lines
-
-
-def _numbers(worst: Sequence[ModuleDrift], unit: bool) -> list[str]:
-    words = ["not finite" if drift.nonfinite else decibels(drift.sqnr_db) for drift in worst]
-    return words if unit else [number.replace(" dB", "") for number in words]
-
-
-def _line(drift: ModuleDrift, number: str, name: str) -> Text:
-    return Text.assemble((number, "bold" if drift.nonfinite else ""), (name, "dim"))

@@ -13,22 +13,20 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
-from dtype_engine.core.text import printable
-from dtype_engine.core.tree import numbered_parts
 from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport
 from dtype_engine.worker import events
 from dtype_tui.rendering.canvas import Series, linear_axes, plot
-from dtype_tui.rendering.cells import bar, truncate
+from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.activity import Activity
+from dtype_tui.state.depth import depth_label
 from dtype_tui.state.experiment import Experiment
 
 _MOST_ROWS = 200
-_LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
@@ -113,7 +111,7 @@ class CausesScreen(ModalScreen[None]):
         self.query_one("#legend", Static).update(legend)
         whole = [(float(index), _plot_y(modules[name].sqnr_db)) for index, name in enumerate(names)]
         own = [(float(index), _plot_y(local.get(name))) for index, name in enumerate(names)]
-        labels = [_short_label(name) for name in names]
+        labels = [depth_label(name) for name in names]
         starts = [
             (float(index), label)
             for index, label in enumerate(labels)
@@ -145,14 +143,6 @@ def _plot_y(sqnr_db: float | None) -> float:
     the SQNR of modules without any drift.
     """
     return math.nan if sqnr_db is None else sqnr_db
-
-
-def _short_label(name: str) -> str:
-    """Return a short label of a module: the numbered part of its name, such as `layers.3`, or its last part if none is numbered."""
-    shown = printable(name, 200)
-    parts = shown.split(".")
-    counted = next((index for index in numbered_parts(shown) if index), None)
-    return f"{parts[counted - 1]}.{parts[counted]}" if counted else truncate(parts[-1], _LONGEST_LABEL)
 
 
 def _table(report: AttributionReport) -> Table:

@@ -12,11 +12,12 @@ from dtype_engine.core.units import decibels, human_bytes, percent
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text, parameters_text
-from dtype_engine.reports.text_drift import extent_text, modules_extent_text, sqnr_text
+from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.full_rows import drift_rows, memory_rows
 from dtype_tui.state.node_rules import effects_on
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if module.keep_in_fp32:
             grid.add_row("keep float32", module.keep_in_fp32)
         drift = experiment.results.modules.get(node)
-        if not node and (words := _output_words(experiment)):
-            grid.add_row("drift", words)
+        if not node:
+            for label, words in (*drift_rows(experiment), *memory_rows(experiment)[2:]):
+                grid.add_row(label, words)
         elif drift is not None:
             grid.add_row(
                 "drift",
@@ -95,19 +97,6 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
     if not effects:
         grid.add_row("rules", "none: as stored")
     return Overlay(printable(node.rpartition(".")[2], 60) or experiment.model.title, grid)
-
-
-def _output_words(experiment: Experiment) -> str:
-    """Return the drift of the model's output as text, or "" if it is unknown. If only some inputs were run, the text says so."""
-    report, partial = experiment.results.report, experiment.results.partial_drift
-    if report is not None:
-        output, extent = report.output, report.sequences
-    elif partial is not None:
-        output, extent = partial.output, partial.extent
-    else:
-        return ""
-    words = f"SQNR {sqnr_text(output, extent)}, max |Δ| {output.max_abs:.4e}, non-finite {output.nonfinite:,}"
-    return words if extent.whole else f"{words}, over {extent_text(extent)}"
 
 
 def _over(report: DriftReport | None) -> str:

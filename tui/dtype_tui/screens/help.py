@@ -37,6 +37,8 @@ from dtype_tui.state.node_rules import rules_within
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.line_input import LineInput
 from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.panes.base import Pane
+from dtype_tui.widgets.panes.recipe import RecipePane
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.tree_rows import Row
 
@@ -162,6 +164,8 @@ def sections(
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
         ("In the tree", ModuleTree.BINDINGS),
+        ("In a pane", Pane.BINDINGS),
+        ("In the Recipe pane", RecipePane.BINDINGS),
         ("In the cast prompt", CastPrompt.BINDINGS),
         ("In the filter", FilterPrompt.BINDINGS),
         ("In the command line", CommandLine.BINDINGS),

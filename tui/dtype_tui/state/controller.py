@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match
+from dtype_engine.recipe import History, Recipe, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
     from dtype_tui.state.measurement_log import MeasuredRecipe
+    from dtype_tui.state.rule_list import RuleList
 
 
 class Controller:
@@ -153,7 +154,7 @@ class Controller:
         """
         recipe, saved = launch.recipe, launch.saved
         if saved is not None:
-            self.experiment.restore(RecipeHistory.of(saved.recipes, saved.at))
+            self.experiment.restore(History.of(saved.rule_lists, saved.at))
             self.experiment.measured = saved.valid_measurements
             self.experiment.scan.requested = saved.scanned  # so that the key for the scan resumes it
             self.engine.request(SetRecipe(self.experiment.recipe))
@@ -188,20 +189,29 @@ class Controller:
 
     def apply_recipe(self, recipe: Recipe) -> bool:
         """Make a recipe the current one. Returns False if it already is the current one."""
-        if not self.experiment.push(recipe):
+        return self._change(lambda: self.experiment.push(recipe))
+
+    def apply_rules(self, rules: RuleList) -> bool:
+        """Make a list of rules the current one. Returns False if it already is the current one."""
+        return self._change(lambda: self.experiment.push_rules(rules))
+
+    def _change(self, change: Callable[[], bool]) -> bool:
+        """Change the rules, send the recipe to the engine if it has changed too, and redraw. Returns False if nothing changed."""
+        before = self.experiment.recipe
+        if not change():
             return False
-        self._recipe_changed()
+        if self.experiment.recipe != before:
+            self._send_recipe()
+        self._changed()
         return True
 
-    def _recipe_changed(self) -> None:
-        """Send the new current recipe to the engine, and redraw."""
+    def _send_recipe(self) -> None:
         if self.experiment.same_plan and not self.activity.busy:
             self.engine.request(FollowRecipe(self.experiment.recipe))
         else:
             self.engine.request(SetRecipe(self.experiment.recipe))
             if self.open_error is None:
                 self.life.begin("casting")
-        self._changed()
 
     def add_rule(self, rule: Rule) -> None:
         """Add a rule to the current recipe, and warn if it casts a module that the model declares to need float32.
@@ -212,7 +222,7 @@ class Controller:
         if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
             return
-        if not self.apply_recipe(experiment.recipe.then(rule)):
+        if not self.apply_rules(experiment.rules.then(rule)):
             self.notify(f"{rule} is already applied", "information")
             return
         self._warn_unmatched()
@@ -232,22 +242,18 @@ class Controller:
             self.notify(f"rule {index + 1}: {reason}", "warning")
 
     def undo(self) -> None:
-        if self.experiment.undo():
-            self._recipe_changed()
-        else:
+        if not self._change(self.experiment.undo):
             self.notify("nothing left to undo", "information")
 
     def redo(self) -> None:
-        if self.experiment.redo():
-            self._recipe_changed()
-        else:
+        if not self._change(self.experiment.redo):
             self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
         """Remove the rules that match tensors of this node and no others. If there are none, tell the user why."""
         inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
-            self.apply_recipe(self.experiment.recipe.without(inside))
+            self.apply_rules(self.experiment.rules.without(inside))
         elif beyond:
             self.notify(
                 f"rule {beyond[-1] + 1} also matches tensors beyond this node; go to a node above, or cast this one (8: as stored)",
@@ -255,6 +261,13 @@ class Controller:
             )
         else:
             self.notify("no rule matches this node", "information")
+
+    def change_rule(self, row: int, rule: Rule) -> None:
+        """Replace the rule in a row of the rules by another one. Refuses a rule that matches nothing."""
+        if (refusal := self.experiment.refusal(rule)) is not None:
+            self.notify(refusal, "warning")
+        elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
+            self._warn_unmatched()
 
     def apply_remedy(self) -> None:
         """Apply the rules that make the output finite.
@@ -266,7 +279,10 @@ class Controller:
         if not rules and losses is not None:
             rules = losses.rules
         if rules:
-            self.apply_recipe(self.experiment.recipe.then(*map(Rule.parse, rules)))
+            listed = self.experiment.rules
+            for rule in rules:
+                listed = listed.then(Rule.parse(rule))
+            self.apply_rules(listed)
         else:
             self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
 

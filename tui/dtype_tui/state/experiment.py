@@ -5,19 +5,20 @@ This module uses neither widgets nor torch: it computes only with the engine's p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.options import RunSettings
-from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_match, make_plan
+from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.recipe.regexes import shortened
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, mark, measured, remember
 from dtype_tui.state.results import Losses, Results, measured_modules
+from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.scan import ScanState
 
 if TYPE_CHECKING:
@@ -69,12 +70,16 @@ class Experiment:
 
     model: ModelFacts
     tree: Tree
-    history: RecipeHistory = field(default_factory=RecipeHistory)
+    history: History[RuleList] = field(default_factory=lambda: History(RuleList()))
     settings: RunSettings = field(default_factory=RunSettings)
     thresholds: Thresholds = field(default_factory=Thresholds)
     plan: Plan = field(init=False)
     totals: Mapping[str, Totals] = field(init=False)
     results: Results = field(default_factory=Results)
+    before: DriftReport | None = None
+    """The drift report that was shown last before the current recipe and settings were chosen, on the same inputs. Shown until the
+    new drift is known, and then compared with it. None if there was none.
+    """
     memory: MemoryStats | None = None
     floor: NoiseFloor | None = None
     measured: tuple[MeasuredRecipe, ...] = ()
@@ -100,8 +105,13 @@ class Experiment:
         self._replan()
 
     @property
+    def rules(self) -> RuleList:
+        """The rules of the current recipe, together with those that are disabled."""
+        return self.history.current
+
+    @property
     def recipe(self) -> Recipe:
-        return self.history.recipe
+        return self.rules.recipe
 
     # -- the model -----------------------------------------------------------------------------------------------
 
@@ -124,6 +134,7 @@ class Experiment:
         self.floor = None
         self._known.clear()
         self.forget_figures()
+        self.before = None
 
     def prepare(self, tree: Tree) -> None:
         """Compute in advance what `replace_tree` needs for a new tree.
@@ -159,22 +170,29 @@ class Experiment:
         return explain_no_match(self.tree, rule.pattern, plan.selections[last]) + more
 
     def push(self, recipe: Recipe) -> bool:
-        """Make a recipe the current one. Returns False if it already is the current one."""
-        return self._changed(self.history.push(recipe))
+        """Make a recipe the current one, without disabled rules. Returns False if it already is the current one."""
+        return recipe != self.recipe and self.push_rules(RuleList.of(recipe.rules))
+
+    def push_rules(self, rules: RuleList) -> bool:
+        """Make a list of rules the current one. Returns False if it already is the current one."""
+        return self._change(lambda: self.history.push(rules))
 
     def undo(self) -> bool:
-        return self._changed(self.history.undo())
+        return self._change(self.history.undo)
 
     def redo(self) -> bool:
-        return self._changed(self.history.redo())
+        return self._change(self.history.redo)
 
-    def _changed(self, changed: bool) -> bool:
-        if changed:
+    def _change(self, change: Callable[[], bool]) -> bool:
+        """Change the history, and plan again if the recipe has changed too. It does not if only disabled rules have changed."""
+        before = self.recipe
+        changed = change()
+        if self.recipe != before:
             self._replan(self.plan)
         return changed
 
-    def restore(self, history: RecipeHistory) -> None:
-        """Replace the history of recipes by that of a saved session."""
+    def restore(self, history: History[RuleList]) -> None:
+        """Replace the history of rules by that of a saved session."""
         self.history = history
         self._replan()
 
@@ -191,8 +209,13 @@ class Experiment:
             self.totals = prepared[1]
         else:
             self.totals = self.tree.totals(self.plan.dtypes)
+        self._remember_shown()
         self.results = Results()
         self._recall()
+
+    def _remember_shown(self) -> None:
+        if self.results.report is not None:
+            self.before = self.results.report
 
     def set_settings(self, settings: RunSettings) -> None:
         """Run candidates with these settings from now on, and drop the results that were measured with the previous settings."""
@@ -205,6 +228,7 @@ class Experiment:
         """Drop the results of the current recipe. Only the numbers of weight values that its casts make infinite or zero are kept,
         because they depend on the weights alone.
         """
+        self._remember_shown()
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:

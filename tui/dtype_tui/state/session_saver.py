@@ -43,12 +43,12 @@ class SessionSaver:
         """Save the current state if it has changed since the last save. cursor: the node under the cursor. Called several times a
         second; cheap without a change.
         """
-        recipes, at = experiment.history.kept
+        rule_lists, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         session = dataclasses.replace(
             self._about,
             options=options,
-            recipes=recipes,
+            rule_lists=rule_lists,
             at=at,
             cursor=cursor,
             measured=experiment.measured,

@@ -35,6 +35,7 @@ from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_tui.state.addresses import is_address
 from dtype_tui.state.measurement_log import MeasuredRecipe
+from dtype_tui.state.rule_list import ListedRule, RuleList
 
 VERSION = 2
 MOST_KEPT = 40
@@ -63,10 +64,10 @@ class SavedSession:
     folder: Path | None = None
     """The folder in which the user started the program."""
     options: Options = field(default_factory=Options)
-    recipes: tuple[Recipe, ...] = (Recipe(),)
-    """The recipes of the session's history, oldest first."""
+    rule_lists: tuple[RuleList, ...] = (RuleList(),)
+    """The rules of each step of the session's history, oldest first."""
     at: int = 0
-    """Index in `recipes` of the current recipe."""
+    """Index in `rule_lists` of the current rules."""
     cursor: str = ""
     """Name of the node under the cursor."""
     measured: tuple[MeasuredRecipe, ...] = ()
@@ -79,7 +80,7 @@ class SavedSession:
     @property
     def recipe(self) -> Recipe:
         """The current recipe."""
-        return self.recipes[self.at]
+        return self.rule_lists[self.at].recipe
 
     @property
     def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
@@ -266,15 +267,20 @@ class _File(msgspec.Struct):
     options: Options
     settings: RunSettings
     recipes: list[list[str]]
+    """The enabled rules of each step of the history."""
     at: int
     cursor: str
     measured: list[_Measurement]
     scanned: tuple[str, ...] = ()
+    disabled: list[list[tuple[int, str]]] = []
+    """The disabled rules of each step of the history, each with its place among all rules of the step. Empty in files of versions
+    that could not disable rules.
+    """
 
 
 def _encoded(session: SavedSession) -> dict[str, Any]:
     first = max(0, session.at - MOST_STEPS)
-    kept = session.recipes[first : session.at + MOST_STEPS + 1]
+    kept = session.rule_lists[first : session.at + MOST_STEPS + 1]
     options = as_plain(session.options)
     file = _File(
         model=session.model,
@@ -284,7 +290,8 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         saved=session.saved,
         options=session.options,
         settings=session.options.settings,
-        recipes=[_rules(recipe) for recipe in kept],
+        recipes=[_rules(rules.recipe) for rules in kept],
+        disabled=[[(at, str(row.rule)) for at, row in enumerate(rules.rows) if not row.enabled] for rules in kept],
         at=session.at - first,
         cursor=session.cursor,
         measured=[_measurement(each) for each in session.measured],
@@ -307,16 +314,18 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
     _refuse_options(file.options, file.settings)
     if len(file.recipes) > 2 * MOST_STEPS + 1:
         raise UserError(f"it has {len(file.recipes):,} recipes, and a session keeps {2 * MOST_STEPS + 1}")
-    recipes = tuple(map(_recipe, file.recipes))
-    if not 0 <= file.at < len(recipes):
+    if not 0 <= file.at < len(file.recipes):
         raise UserError(f"there is no recipe {file.at}")
+    if len(file.disabled) not in (0, len(file.recipes)):
+        raise UserError(f"there are {len(file.recipes)} recipes, and disabled rules of {len(file.disabled)}")
+    rule_lists = tuple(map(_rule_list, file.recipes, file.disabled or [[] for _ in file.recipes]))
     return SavedSession(
         model=file.model,
         title=file.title,
         path=file.path,
         folder=file.folder,
         options=dataclasses.replace(file.options, settings=file.settings),
-        recipes=recipes,
+        rule_lists=rule_lists,
         at=file.at,
         cursor=file.cursor,
         measured=tuple(map(_measured_recipe, file.measured)),
@@ -348,6 +357,16 @@ def _rules(recipe: Recipe) -> list[str]:
 def _recipe(rules: list[str]) -> Recipe:
     """Return the recipe with these rules, written as `PATTERN=DTYPE`. Raises UserError for a rule that can't be parsed."""
     return Recipe.of(map(Rule.parse, rules))
+
+
+def _rule_list(enabled: list[str], disabled: list[tuple[int, str]]) -> RuleList:
+    """Return the list of these rules, written as `PATTERN=DTYPE`, with each disabled rule at its place. Raises UserError for a rule
+    that can't be parsed.
+    """
+    rows = list(RuleList.of(map(Rule.parse, enabled)).rows)
+    for place, rule in disabled:
+        rows.insert(place, ListedRule(Rule.parse(rule), enabled=False))
+    return RuleList(tuple(rows))
 
 
 def _measurement(entry: MeasuredRecipe) -> _Measurement:

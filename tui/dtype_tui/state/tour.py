@@ -72,8 +72,8 @@ STEPS = (
         meanwhile=_RUNS,
     ),
     Step(
-        "Drift: the first line says what it means. SQNR measures the output's error in dB; higher is closer. {worst} goes to the "
-        "module that drifts most.",
+        "Drift: the word in colour says what it means. SQNR measures the output's error in dB; higher is closer. {worst} goes to "
+        "the module that drifts most.",
         ("worst",),
     ),
     Step("{undo} undoes the cast, {redo} applies it again.", ("undo",)),

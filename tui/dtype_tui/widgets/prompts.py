@@ -45,7 +45,7 @@ class CastPrompt(BottomPrompt):
         """cast: called with the rule when the user presses Enter."""
         super().__init__("cast")
         self.experiment = experiment
-        self._cast = cast
+        self._cast = self._enter = cast
         self._steps: list[str] = []
         self._step = 0
         self._dtype = "bf16"
@@ -59,8 +59,15 @@ class CastPrompt(BottomPrompt):
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
         yield from super().compose()
 
+    def edit(self, rule: Rule, replace: Callable[[Rule], None]) -> None:
+        """Show the prompt with an existing rule. replace: called with the changed rule when the user presses Enter."""
+        self._enter = replace
+        self._steps, self._step = [str(rule.pattern)], 0
+        self.show_with(f"{rule.pattern}={dtypes.short_name(rule.dtype) if rule.dtype != dtypes.STORED else rule.dtype}")
+
     def open(self, node: str) -> None:
         """Show the prompt with a rule for the node with this name."""
+        self._enter = self._cast
         module = self.experiment.tree.modules.get(node)
         steps = generalisations(node, module.class_name if module else None)
         # Every pattern is more general than the one before, so if the first matches something, all do.
@@ -139,7 +146,7 @@ class CastPrompt(BottomPrompt):
             return
         self._dtype = line.rpartition("=")[2].strip()
         self.close()
-        self._cast(rule)
+        self._enter(rule)
 
 
 def _is_target(text: str) -> bool:

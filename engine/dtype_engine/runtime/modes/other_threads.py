@@ -56,6 +56,9 @@ def weights_in_one_thread(weights: Mapping[int, Weight]) -> Iterator[None]:
 
         return run
 
+    submitting: list[ThreadPoolExecutor] = []
+    """The pool to which the pass is submitting work, if any. A thread that the pool starts meanwhile outlives the pass."""
+
     def start_guarded(thread: threading.Thread) -> None:
         run = thread.run
 
@@ -65,12 +68,18 @@ def weights_in_one_thread(weights: Mapping[int, Weight]) -> Iterator[None]:
             except NoForward:  # the block raises it
                 return
 
-        if threading.get_ident() == own and not _is_of_pool(thread):
+        if threading.get_ident() == own and not submitting:
             thread.run = quietly  # type: ignore[method-assign]
         start(thread)
 
     def submit_guarded(pool: ThreadPoolExecutor, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        return submit(pool, guarded(work) if threading.get_ident() == own else work, *args, **kwargs)
+        if threading.get_ident() != own:
+            return submit(pool, work, *args, **kwargs)
+        submitting.append(pool)
+        try:
+            return submit(pool, guarded(work), *args, **kwargs)
+        finally:
+            submitting.pop()
 
     threads.start, pools.submit = start_guarded, submit_guarded
     try:
@@ -83,8 +92,3 @@ def weights_in_one_thread(weights: Mapping[int, Weight]) -> Iterator[None]:
         threads.start, pools.submit = start, submit
     if refused:
         raise refused[0]
-
-
-def _is_of_pool(thread: threading.Thread) -> bool:
-    """Return whether a thread was made by a pool, which outlives the pass and gets its work by `submit`."""
-    return getattr(getattr(thread, "_target", None), "__module__", "") == "concurrent.futures.thread"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match, make_plan
+from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.runtime.model.live import LiveModel
 
 OnProgress = Callable[[int, int], None]
@@ -18,7 +18,7 @@ class Casting:
 
     def __init__(self, model: LiveModel) -> None:
         self._model = model
-        self._history = RecipeHistory()
+        self._history = History(Recipe())
         self.plan = make_plan(model.tree, Recipe())
         """The dtype of every tensor under the current recipe."""
 
@@ -53,13 +53,13 @@ class Casting:
     def undo(self) -> bool:
         """Restore the previous recipe. Returns False if there is no previous recipe."""
         moved = self._history.undo()
-        self.use(self._history.recipe)
+        self.use(self._history.current)
         return moved
 
     def redo(self) -> bool:
         """Apply the recipe that `undo` reverted most recently. Returns False if no recipe was reverted."""
         moved = self._history.redo()
-        self.use(self._history.recipe)
+        self.use(self._history.current)
         return moved
 
     @contextmanager

@@ -128,7 +128,7 @@ def test_a_missed_limit_is_exit_status_1_with_the_reason() -> None:
     ]  # fmt: skip
     assert found["floor"]["kl_mean"] < 1e-9
     assert found["under_floor"] is False
-    assert found["meaning"] == {"word": "small", "why": "up to that of q8_0"}
+    assert found["meaning"] == {"word": "small", "why": "no worse than llama.cpp Q8_0"}
     assert found["causes"]["causes"][0]["name"] == "lm_head"
     assert found["nonfinite"] is None
 

@@ -1,68 +1,202 @@
-"""The base class of the side panes."""
+"""The base class of the panes: a frame with a title, and lines of text inside it."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
+from rich.console import RenderableType
 from rich.segment import Segment
-from rich.table import Table
+from rich.style import Style
 from rich.text import Text
-from textual.app import ComposeResult
-from textual.containers import VerticalScroll
-from textual.widgets import Static
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Region
+from textual.message import Message
+from textual.strip import Strip
+from textual.widget import Widget
+
+from dtype_tui.rendering.palette import ACCENT, TRACK
 
 if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
+_PLAIN = Style()
+_EDGE = 2
+"""Width in cells of a frame's edge together with the blank inside it, and number of lines of the upper and the lower edge."""
 
-class Pane(VerticalScroll, can_focus=False):
-    """A side pane: a titled box with a text about the experiment, which a subclass writes."""
+
+class Pane(Widget, can_focus=True):
+    """A frame with a title and, inside it, lines about the experiment, which a subclass draws. Below a line of tabs, a pane has no
+    frame.
+
+    Only the cells that have changed are painted again. A pane keeps its height whatever its lines are. If there are more lines than
+    fit, the lower edge says how many, and keys and the mouse wheel scroll.
+    """
 
     HELP = ""
     """The text that explains the terms of this pane in the help."""
 
-    DEFAULT_CSS = """
-    Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 0 0 1; height: auto;
-        scrollbar-size-vertical: 1; }
-    Pane > Static { height: auto; }
-    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "step(-1)", "Up", show=False),
+        Binding("down,j", "step(1)", "Down", show=False),
+        Binding("tab", "screen.next_pane", "Next pane", show=False),
+        Binding("escape", "screen.to_tree", "Back to the tree", show=False),
+    ]
+
+    class Chosen(Message):
+        """Posted when the user has clicked the pane or moved the focus to it."""
+
+        def __init__(self, pane: Pane) -> None:
+            super().__init__()
+            self.pane = pane
 
     def __init__(self, experiment: Experiment, title: str, id: str) -> None:
         super().__init__(id=id)
         self.experiment = experiment
-        self.border_title = title
+        self.title = title
+        self.first = 0
+        """Index of the first line that is shown."""
         self._shown: list[list[Segment]] = []
         self._shown_for = ("", "")
+        self.corner_text = Text()
+        """The text at the right end of the upper edge."""
+        self._painted: list[Strip] = []
 
-    def compose(self) -> ComposeResult:
-        yield Static(id=f"{self.id}-text", markup=False)
+    def draw(self, activity: str, node: str) -> RenderableType:
+        """Return what the pane shows, for `columns` cells in each line."""
+        raise AssertionError("each pane draws itself")
+
+    def corner(self, activity: str) -> Text:
+        """Return the text at the right end of the upper edge, such as `6 of 6 sequences`."""
+        return Text()
+
+    # -- layout --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_framed(self) -> bool:
+        return not self.has_class("tab")
+
+    @property
+    def is_zoomed(self) -> bool:
+        return self.has_class("zoomed")
+
+    @property
+    def columns(self) -> int:
+        """The width in cells that is available for text."""
+        return max(20, self.size.width - (2 * _EDGE if self.is_framed else 2))
+
+    @property
+    def lines(self) -> int:
+        """The number of lines that are available for text."""
+        return max(1, self.size.height - (_EDGE if self.is_framed else 0))
+
+    # -- drawing -------------------------------------------------------------------------------------------------
 
     def show(self, activity: str = "", node: str = "") -> None:
-        """Redraw the pane if its text has changed.
+        """Draw the pane again if its text has changed.
 
         activity: what the engine is doing, in a few words, or "" if it is idle. node: the name of the node under the cursor.
         """
         self._shown_for = (activity, node)
-        if not self.is_mounted or not self.display:
+        if not self.is_mounted or not self.region:
             return
-        drawn = self.draw(activity, node)
         console = self.app.console
-        lines = console.render_lines(drawn, console.options.update(width=self.columns, height=None))
-        if lines != self._shown:
-            as_high = len(lines) == len(self._shown)  # a new layout of the screen takes longer than drawing the text
-            self._shown = lines
-            self.query_one(Static).update(drawn, layout=not as_high)
+        options = console.options.update(width=self.columns, height=None)
+        self.corner_text = self.corner(activity)
+        self._shown = console.render_lines(self.draw(activity, node), options, pad=False)
+        self._paint_changes()
 
-    def on_resize(self) -> None:
-        self.query_one(Static).styles.width = self.columns
+    def show_again(self) -> None:
         self.show(*self._shown_for)
 
-    def draw(self, activity: str, node: str) -> Text | Table:
-        raise AssertionError("each pane draws itself")
+    def on_resize(self) -> None:
+        self._painted = []
+        self.show_again()
+        self.refresh()
 
-    @property
-    def columns(self) -> int:
-        """The width in cells that is available for text. It is the same with and without a scrollbar, for which one cell is
-        reserved.
+    def watch_has_focus(self, has_focus: bool) -> None:
+        """Textual calls this when the pane gets or loses the focus."""
+        if has_focus:
+            self.post_message(self.Chosen(self))
+        self.show_again()
+
+    def _paint_changes(self) -> None:
+        """Paint the cells that differ from those that were painted last."""
+        self.first = max(0, min(self.first, len(self._shown) - self.lines))
+        before, self._painted = self._painted, [self._line(y).simplify() for y in range(self.size.height)]
+        if len(before) != len(self._painted):
+            self.refresh()
+            return
+        for y, (old, new) in enumerate(zip(before, self._painted, strict=True)):
+            if old != new:
+                left, right = _difference(old, new)
+                self.refresh(Region(left, y, right - left, 1))
+
+    def render_line(self, y: int) -> Strip:
+        base = self.rich_style
+        strip = self._painted[y] if y < len(self._painted) else Strip.blank(self.size.width)
+        return strip.apply_style(Style(color=base.color, bgcolor=base.bgcolor))
+
+    def _line(self, y: int) -> Strip:
+        width = self.size.width
+        if not self.is_framed:
+            return self._text_line(y).adjust_cell_length(width, _PLAIN)
+        style = Style(color=ACCENT if self.has_focus else TRACK)
+        if y == 0:
+            return self._edge(("╭─", "─╮"), Text(f" {self.title} ", f"bold {ACCENT}"), self.corner_text, style)
+        if y == self.size.height - 1:
+            more = len(self._shown) - self.first - self.lines
+            return self._edge(("╰─", "─╯"), Text(), Text(f"{more} more" if more > 0 else "", "dim"), style)
+        inside = self._text_line(y - 1).adjust_cell_length(self.columns, _PLAIN)
+        return Strip.join([Strip([Segment("│ ", style)]), inside, Strip([Segment(" │", style)])]).adjust_cell_length(
+            width
+        )
+
+    def _text_line(self, row: int) -> Strip:
+        index = self.first + row
+        left = Strip([Segment(" ")]) if not self.is_framed else Strip([])
+        if not self.is_framed and row == self.lines - 1 and len(self._shown) > index + 1:
+            more = len(self._shown) - index
+            return Strip([Segment(f" {more} more lines: + shows the pane alone", Style(dim=True))])
+        return Strip.join([left, Strip(self._shown[index])]) if index < len(self._shown) else left
+
+    def _edge(self, corners: tuple[str, str], left: Text, right: Text, style: Style) -> Strip:
+        """Return the upper or lower edge of the frame, with text at its left and right. The right text is left out if both do not
+        fit.
         """
-        return max(20, self.size.width - 1)
+        room = self.size.width - 2 * _EDGE - left.cell_len
+        if right.cell_len > room - 3:
+            right = Text()
+        if right.cell_len:
+            right = Text.assemble(" ", right, " ")
+        line = "─" * max(0, room - right.cell_len)
+        text = Text.assemble((corners[0], style), left, (line, style), right, (corners[1], style))
+        return Strip(text.render(self.app.console), None).adjust_cell_length(self.size.width)
+
+    # -- scrolling -----------------------------------------------------------------------------------------------
+
+    def action_step(self, step: int) -> None:
+        self.first += step
+        self._paint_changes()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self.action_step(1)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self.action_step(-1)
+
+
+def _difference(old: Strip, new: Strip) -> tuple[int, int]:
+    """Return the columns (from, to) outside which two lines of one width are the same."""
+    one, other = _cells(old), _cells(new)
+    if len(one) != old.cell_length or len(other) != new.cell_length or len(one) != len(other):
+        return 0, max(old.cell_length, new.cell_length)  # characters of more than one cell
+    differing = [column for column, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
+    return (differing[0], differing[-1] + 1) if differing else (0, 0)
+
+
+def _cells(strip: Strip) -> Sequence[tuple[str, Style | None]]:
+    return [(character, segment.style) for segment in strip for character in segment.text]

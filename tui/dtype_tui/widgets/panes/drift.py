@@ -3,51 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, percent_with_error, plural
+from dtype_engine.core.units import decibels, plural
 from dtype_engine.recipe import Rule
-from dtype_engine.reports.text_drift import (
-    extent_text,
-    first_sentence,
-    floor_text,
-    kl_text,
-    modules_extent_text,
-    sqnr_text,
-    value_sentence,
-)
+from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.thresholds import verdicts
+from dtype_tui.rendering.figures import change, scientific
 from dtype_tui.rendering.loss_text import loss_rows
-from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.rendering.worst_lines import worst_lines, worst_lines_or_longer
+from dtype_tui.rendering.palette import verdict_pill
+from dtype_tui.rendering.worst_lines import worst_lines
+from dtype_tui.state.full_rows import drift_rows
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
+    from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
 
-_LABEL_WIDTH = len("perplexity")
-"""The width in cells of the longest label at the beginning of the pane's rows."""
+_LABEL = len("perplexity ")
+_SECOND = 18
+"""Width in cells of the first of two columns of figures, with its label."""
+_GAP = 2
+_SECOND_LABEL = len("max |Δ| ")
+_MOST_WORST = 3
+_BETWEEN = 3
+"""Number of blank cells between two blocks of lines that stand side by side."""
 
 
 class DriftPane(Pane):
-    """Shows how far the model's output under the current recipe is from the float32 reference."""
+    """Shows how far the model's output under the current recipe is from the float32 reference.
+
+    While a new recipe is cast and measured, the figures of the last one stay, dimmed. The new figures are compared with them.
+    """
 
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is in nats per position, ± its standard error; while inputs remain, ± says how far the KL over all inputs may differ. "
-        "Same top: share of positions at which the most likely token is the same. "
+        "a → b: from the recipe before to this one, ▲ with more drift, ▼ with less. "
+        "Same top-1: share of positions at which the most likely token is the same. "
         "Modules are compared in about a sixth of the sequences; m compares them in all. "
         "Floor: the drift of the reference against itself, under another attention implementation and in a batch of "
         "two; a drift that is not larger is noise. "
@@ -58,174 +63,259 @@ class DriftPane(Pane):
         + HELP_LOSSES
     )
 
-    def draw(self, activity: str, node: str) -> Text | Table:
-        experiment, results = self.experiment, self.experiment.results
-        if results.failure:
-            return self._with_losses(Text(results.failure, style="bold"))
-        if experiment.model.no_forward:
-            return self._with_losses(
-                Text(
-                    f"No drift: {printable(experiment.model.no_forward.removeprefix(f'{experiment.model.title}: '), 500)}"
-                )
-            )
-        if results.report is None:
-            if not experiment.model.live:
-                return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
-            if results.partial_drift is not None:
-                return self._partial(results.partial_drift, running=bool(activity))
-            worst = results.worst_modules(5)
-            words = activity or ("Stopped before the end: press m." if worst else "Not measured: press m.")
-            text = Text(words, style="dim")
-            if guess := experiment.predicted():
-                text.append(f"\npredicted {guess}", style="not dim bold")
-            if worst:
-                lines = worst_lines(worst, self.columns, experiment.tree.modules)
-                text.append("\nworst modules so far" + ("" if lines is not None else ", SQNR in dB"))
-                if lines is None:
-                    lines = worst_lines_or_longer(worst, self.columns, experiment.tree.modules)
-                text.append_text(Text("\n").join([Text(), *lines]))
-            return self._with_losses(text)
-        return self._report(results.report)
-
-    def _with_losses(self, text: Text) -> Text:
-        """Return the text with rows before it about the weight values that casts make infinite or zero.
-
-        These rows are known before the drift is, and even if the drift can't be measured.
-        """
-        for label, words in reversed(self._loss_rows()):
-            text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
-        return text
-
-    def _loss_rows(self) -> list[tuple[str, str]]:
+    def corner(self, activity: str) -> Text:
+        """Return how many inputs the figures cover or, if they are those of another recipe, what the engine is doing."""
         results = self.experiment.results
-        losses = results.losses
-        return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
+        extent = None
+        if results.report is not None:
+            extent = results.report.sequences
+        elif results.partial_drift is not None:
+            extent = results.partial_drift.extent
+        if results.failure or self.experiment.model.no_forward:
+            return Text()
+        words = extent_text(extent).partition(",")[0] if extent is not None else activity.partition(":")[0]
+        return Text(words, "dim")
 
-    def _partial(self, partial: PartialDrift, running: bool) -> Table:
-        """Return a table with the drift over the inputs that an unfinished measurement has run. running: whether the measurement is
-        still running; if False, it was stopped.
+    def draw(self, activity: str, node: str) -> RenderableType:
+        experiment, results = self.experiment, self.experiment.results
+        failure = results.failure
+        if failure is None and experiment.model.no_forward:
+            why = experiment.model.no_forward.removeprefix(f"{experiment.model.title}: ")
+            failure = f"No drift: {printable(why, 500)}"
+        if failure is not None:
+            return self._arranged([[Text(failure, "bold" if results.failure else "")]])
+        if results.report is not None:
+            report = results.report
+            figures = self._figures(report.output, report.sequences, report.modules)
+            if self.is_zoomed:
+                shown = self._arranged(figures, [self._worst()])
+                return Group(shown, Text(), rows_table(drift_rows(experiment)))
+            return self._arranged(figures, [self._worst(), self._about(report)])
+        if results.partial_drift is not None:
+            output, extent = results.partial_drift.output, results.partial_drift.extent
+            rest = [] if activity else [Text("Stopped before the end: m measures the rest.")]
+            return self._arranged(self._figures(output, extent, results.modules.values()), [self._worst(), rest])
+        if experiment.before is not None and activity:
+            from dtype_engine.results.drift import worst_modules  # the first paint does not need it
+
+            before = experiment.before
+            figures = self._figures(before.output, before.sequences, before.modules, compares=False)
+            worst = self._worst() or self._worst_lines(worst_modules(before.modules)[:_MOST_WORST])
+            return self._arranged([[_dimmed(line) for line in block] for block in figures], [list(map(_dimmed, worst))])
+        return self._arranged([self._waiting(activity)], [self._worst()])
+
+    def _arranged(self, blocks: Sequence[list[Text]], others: Sequence[list[Text]] = ()) -> RenderableType:
+        """Return the alerts and, below them, blocks of lines: those of `others` next to the other blocks if there is room,
+        otherwise below them.
         """
-        grid = PlainTable.labelled(gap=1)
-        words = extent_text(partial.extent)
-        grid.add_row("so far" if running else "stopped at", Text(words, style="bold"))
-        self._add_figures(grid, partial.output, partial.extent)
-        if not running:
-            grid.add_row("m", "measures the rest")
-        return self._with_worst(grid)
+        alerts = list(self._alerts())
+        if others and not self.is_framed and not self.is_zoomed:
+            others = [*others, [self.corner_text]] if self.corner_text else others  # which the frame would show
+        if self._width == self.columns or not others:
+            return _joined([alerts, *blocks, *others], self.columns, self.lines)
+        grid = Table.grid(padding=(0, _BETWEEN, 0, 0))
+        grid.add_column(width=self._width)
+        grid.add_column(width=self._width)
+        room = self.lines - len(alerts)
+        grid.add_row(_joined(blocks, self._width, room), _joined(others, self._width, room))
+        return Group(*alerts, grid)
 
-    def _report(self, report: DriftReport) -> Table:
-        output = report.output
-        grid = PlainTable.labelled(gap=1)
-        if not report.sequences.whole:
-            grid.add_row("over", Text(f"{extent_text(report.sequences)}: m runs all", style="bold"))
-        if report.sequences.left_out:
-            grid.add_row("padding", f"{plural(report.sequences.left_out, 'position')} left out")
-        floor = self.experiment.floor
-        grid.add_row("meaning", Text(str(meaning(output, floor, report.modules)), style="bold"))
-        if floor is not None and floor.ways:
-            grid.add_row("floor", floor_text(floor))
-        for verdict in verdicts(self.experiment.thresholds, output):
-            grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
-        if self.experiment.results.nonfinite is not None:
-            _add_nonfinite(grid, self.experiment.results.nonfinite)
-        self._add_figures(grid, output, report.sequences)
-        if report.settings != str(RunSettings()):
-            grid.add_row("settings", report.settings)
-        if report.weights_only:
-            grid.add_row("quantised", "weights only")
-        after = [("of", printable(f"{report.output_name}, {report.inputs}", 200))]
-        if report.seconds.reference is not None and report.seconds.candidate is not None:
-            partly = "the changed part: " if report.seconds.reused else ""
-            words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
-            after.append(("time", words))
-        if extent := modules_extent_text(report):
-            after.insert(0, ("modules", extent))
-        return self._with_worst(grid, after)
+    @property
+    def _width(self) -> int:
+        """The width in cells of a block of lines: half of the pane if two blocks fit side by side."""
+        half = (self.columns - _BETWEEN) // 2
+        return half if half >= 2 * _SECOND else self.columns
 
-    def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
-        """Add rows with the output's metrics to `grid`. extent: the inputs that they cover.
+    def _waiting(self, activity: str) -> list[Text]:
+        """Return the lines that stand in place of figures which are not known yet."""
+        experiment = self.experiment
+        if not experiment.model.live:
+            return [Text("Drift appears when the model is loaded and has run.", style="dim")]
+        stopped = "Stopped before the end: press m." if experiment.results.modules else "Not measured: press m."
+        lines = [Text(activity or stopped, style="dim")]
+        if guess := experiment.predicted():
+            lines.append(Text(f"predicted {guess}", style="bold"))
+        return lines
 
-        If there is a baseline recipe, add its metrics next to those of the current recipe.
+    def _worst(self) -> list[Text]:
+        results = self.experiment.results
+        most = 2 * _MOST_WORST if self.is_zoomed else _MOST_WORST
+        return self._worst_lines(results.worst_modules(most)) if results.modules else []
+
+    def _worst_lines(self, worst: Sequence[ModuleDrift]) -> list[Text]:
+        return worst_lines(worst, self._width, self.experiment.tree.modules)
+
+    def _alerts(self) -> Iterator[Text]:
+        """Yield lines about what the user has to see first: lost weight values, values that are not finite, and missed limits.
+
+        The weight values that casts make infinite or zero are known before the drift is, and even if it can't be measured.
         """
-        base = self.experiment.baseline
-        if base is not None:
-            grid.add_row("P", Text(f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}", style="dim"))
-        grid.add_row(
-            "SQNR", _with_baseline(sqnr_text(output, extent), decibels(base.output.sqnr_db) if base else None, "bold")
-        )
-        for label, words in self._loss_rows():
-            grid.add_row(label, Text(words, style="bold"))
-        grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
-        grid.add_row("max |Δ|", _with_baseline(f"{output.max_abs:.4e}", f"{base.output.max_abs:.1e}" if base else None))
-        grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
-        if output.nonfinite:
-            grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
-        if output.kl_mean is not None and not math.isnan(output.kl_mean):
-            if base is not None and base.output.kl_mean is not None:
-                kl = _with_baseline(f"{output.kl_mean:.3e}", f"{base.output.kl_mean:.1e} nats", "bold")
-            else:
-                kl = Text(f"{kl_text(output, extent)} nats", style="bold")
-            grid.add_row("KL mean", kl)
-            tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
-            tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
-            grid.add_row("KL tail", "  ".join(tail))
+        results = self.experiment.results
+        for label, words in loss_rows(
+            results.losses.values, results.losses.reason, results.loss_remedy, results.loss_remedy_next
+        ):
+            yield Text.assemble((f"{label} " if label else "", "bold"), words)
+        measured = results.report or results.partial_drift
+        if measured is not None and measured.output.nonfinite:
+            count = f"{measured.output.nonfinite:,} of {measured.output.elements:,} values"
+            yield Text.assemble(("not finite ", "bold red"), count)
+        if results.nonfinite is not None:
+            yield from _nonfinite_lines(results.nonfinite)
+        if results.report is not None:
+            for verdict in verdicts(self.experiment.thresholds, results.report.output):
+                yield Text.assemble(
+                    ("pass", "bold green") if verdict.passed else ("FAIL", "bold red"), f" {verdict.short}"
+                )
+
+    def _figures(
+        self, output: OutputDrift, extent: Extent, modules: Iterable[ModuleDrift], compares: bool = True
+    ) -> list[list[Text]]:
+        """Return blocks of lines with the output's figures: first the most important one and its meaning, then the others.
+
+        extent: the inputs that they cover. modules: the drift of the modules. compares: whether to compare the figures with those
+        of the recipe before.
+        """
+        before = self._comparable() if compares else None
+        has_kl = output.kl_mean is not None and not math.isnan(output.kl_mean)
+        head = [_kl_line(output, extent, before) if has_kl else _sqnr_line(output, extent, before)]
+        rating = meaning(output, self.experiment.floor, modules)
+        head.append(Text.assemble(verdict_pill(rating.word), f" {rating.why}"))
+        if (base := self.experiment.baseline) is not None:
+            kl = f"KL {scientific(base.output.kl_mean)}  " if base.output.kl_mean is not None else ""
+            words = f"{kl}{decibels(base.output.sqnr_db)}  {meaning(base.output).word}"
+            head.append(Text.assemble(("P ", "bold"), f"{words}  {printable(str(base.recipe), 200)}", style="dim"))
+            head[-1].truncate(self._width, overflow="ellipsis")
         if guess := self.experiment.predicted():
-            grid.add_row("predicted", f"{guess}, sum of singles")
+            head.append(Text.assemble(("predicted ", "dim"), f"{guess}, sum of singles"))
+        return [head, _other_figures(output, has_kl, self._width)]
+
+    def _comparable(self) -> OutputDrift | None:
+        """Return the output's drift under the recipe before, or None if there is none or it is the same recipe."""
+        before, report = self.experiment.before, self.experiment.results.report
+        if before is None or (
+            report is not None and (before.rules, before.settings) == (report.rules, report.settings)
+        ):
+            return None
+        return before.output
+
+    def _about(self, report: DriftReport) -> list[Text]:
+        """Return lines about the measurement: the noise floor, and what is unusual about the run."""
+        floor = self.experiment.floor
+        rows = []
+        if floor is not None and floor.ways:
+            rows.append(("floor", floor_text(floor)))
+        if not report.sequences.whole:
+            rows.append(("m", "measures the rest"))
+        if report.settings != str(RunSettings()):
+            rows.append(("settings", report.settings))
+        if report.sequences.left_out:
+            rows.append(("padding", f"{plural(report.sequences.left_out, 'position')} left out"))
+        return [Text.assemble((f"{label} ", "dim"), words) for label, words in rows]
+
+
+def rows_table(rows: Sequence[tuple[str, Text | str]]) -> Table:
+    """Return a table of rows (label, text)."""
+    from dtype_tui.rendering.plain_table import PlainTable
+
+    table = PlainTable.labelled(gap=1)
+    for label, words in rows:
+        table.add_row(label, words)
+    return table
+
+
+def _joined(blocks: Sequence[list[Text]], columns: int, lines: int) -> Text:
+    """Return blocks of lines as one text for `columns` cells. Blank lines between the blocks fill up `lines` lines, if there are
+    as many.
+    """
+    filled = [block for block in blocks if block]
+    room = lines - sum(-(-max(1, line.cell_len) // columns) for block in filled for line in block)
+    joined = Text()
+    for index, block in enumerate(filled):
+        joined.append("" if not index else "\n\n" if index <= room else "\n")
+        joined.append_text(Text("\n").join(block))
+    return joined
+
+
+def _dimmed(line: Text) -> Text:
+    return Text(line.plain, "dim")
+
+
+def _kl_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
+    """Return the line with the mean KL, and with that of the recipe before."""
+    assert output.kl_mean is not None
+    error = output.kl_mean_se
+    if not extent.whole:
+        error = None if extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
+    earlier = before.kl_mean if before is not None else None
+    figure = change(
+        scientific(earlier) if earlier is not None else None,
+        scientific(output.kl_mean),
+        worsened=earlier is not None and output.kl_mean > earlier,
+    )
+    uncertain = f" ± {scientific(error, 0)}" if error is not None else ""
+    return Text.assemble(("KL ", "dim"), figure, (f"{uncertain} nats", "dim"))
+
+
+def _sqnr_line(output: OutputDrift, extent: Extent, before: OutputDrift | None) -> Text:
+    """Return the line with the SQNR, and with that of the recipe before."""
+    earlier = before.sqnr_db if before is not None else None
+    figure = change(
+        decibels(earlier).removesuffix(" dB") if earlier is not None else None,
+        decibels(output.sqnr_db),
+        worsened=earlier is not None and output.sqnr_db < earlier,
+    )
+    uncertain = ""
+    if not extent.whole and extent.rel_l2_error is not None and math.isfinite(output.sqnr_db):
+        uncertain = f" ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
+    return Text.assemble(("SQNR ", "dim"), figure, (uncertain, "dim"))
+
+
+def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text]:
+    """Return lines with the output's other figures, two in each line if there is room for them in `columns` cells.
+
+    has_kl: whether the output is a distribution. Its mean KL then comes before these figures, and otherwise its SQNR does.
+    """
+    values = [("cosine", f"{output.cosine:.6f}"), ("max |Δ|", f"{output.max_abs:.3g}")]
+    if has_kl:
+        left = []
         if output.top1_agreement is not None:
-            top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-            other_top = base.output.top1_agreement if base is not None else None
-            grid.add_row("same top", _with_baseline(top1, f"{100 * other_top:.2f}" if other_top is not None else None))
-        if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-            grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
-
-    def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
-        """Add the modules that drift most to `grid`, and return it. after: rows to add after these modules.
-
-        If the names of the modules do not fit next to their label, they get the full width of the pane.
-        """
-        worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
-        labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1
-        lines = worst_lines(worst, width, others)
-        if lines is None:
-            labels.append("in dB")
-            lines = worst_lines(worst, width, others, unit=False) if len(worst) > 1 else None
-        if lines is not None:
-            for label, line in zip_longest(labels[: len(lines)], lines, fillvalue=""):
-                grid.add_row(label, line)
-            for row in after:
-                grid.add_row(*row)
-            return grid
-        grid.add_row("worst (w)", "SQNR in dB")
-        below = PlainTable.labelled(gap=1)
-        for row in after:
-            below.add_row(*row)
-        whole = PlainTable.grid()
-        for part in (grid, Text("\n").join(worst_lines_or_longer(worst, self.columns, others)), below):
-            if isinstance(part, Table):
-                part.columns[0].min_width = _LABEL_WIDTH  # aligns the labels of both tables
-            whole.add_row(part)
-        return whole
+            left.append(("same top-1", f"{100 * output.top1_agreement:.1f} %"))
+        if output.perplexity_reference and output.perplexity_candidate is not None:
+            left.append(
+                ("perplexity", f"{100 * (output.perplexity_candidate / output.perplexity_reference - 1):+.2f} %")
+            )
+        if output.kl_p99 is not None:
+            left.append(("KL p99", scientific(output.kl_p99, 1)))
+        right = [("SQNR", decibels(output.sqnr_db)), *values]
+    else:
+        left = [values[0], ("mean |Δ|", scientific(output.mean_abs))]
+        right = [values[1], ("rel. L2", scientific(output.rel_l2))]
+    if columns < 2 * _SECOND:
+        return [_figure(pair, _LABEL) for pair in (*left, *right)]
+    lines = []
+    for one, other in zip_longest(left, right):
+        line = _figure(one, _LABEL) if one is not None else Text()
+        if other is not None:
+            line.pad_right(_SECOND + _GAP - len(line))
+            line.append_text(_figure(other, _SECOND_LABEL))
+        lines.append(line)
+    return lines
 
 
-def _with_baseline(words: str, baseline: str | None, style: str = "") -> Text:
-    """Return the metric `words` of the current recipe and, if there is a baseline recipe, the same metric of the baseline, as one
-    text.
+def _figure(pair: tuple[str, str], width: int) -> Text:
+    """Return a figure after its label, which is padded to `width` cells. pair: (label, figure)."""
+    return Text.assemble((f"{pair[0]:<{width}}", "dim"), pair[1])
+
+
+def _nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> Iterator[Text]:
+    """Yield lines with the operation that produces infinite or NaN values, the rule that prevents them, and the key that applies
+    the rule.
     """
-    text = Text(words, style=style)
-    if baseline is not None:
-        text.append(f"  P {baseline}", style="not bold dim")
-    return text
-
-
-def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Add rows to `grid` with the operation that produces infinite or NaN values, the rules that prevent them, and the key that
-    applies these rules.
-    """
-    grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
+    yield Text.assemble(("not finite ", "bold red"), first_sentence(diagnosis))
     if values := value_sentence(diagnosis):
-        grid.add_row("because", values)
+        yield Text.assemble(("because ", "dim"), values)
     for number, rule in enumerate(map(Rule.parse, diagnosis.remedy)):
         words = f"{printable(rule.pattern, 200)} → {dtypes.short_name(rule.dtype)}"
-        grid.add_row("" if number else "a applies", Text(words, style="bold"))
+        yield Text.assemble(("          " if number else "a applies ", "bold"), words)
     if not diagnosis.remedy:
-        grid.add_row("no remedy", printable(diagnosis.reason, 300))
+        yield Text.assemble(("no remedy ", "dim"), printable(diagnosis.reason, 300))

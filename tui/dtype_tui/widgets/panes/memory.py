@@ -1,88 +1,92 @@
-"""The Memory pane: the bytes of the checkpoint as stored and as planned, of the tensors in memory, and of the whole process."""
+"""The Memory pane: the planned bytes by dtype, and the bytes of the tensors in memory and of the process."""
 
 from __future__ import annotations
 
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import change_text, human_bytes, percent
-from dtype_tui.rendering.cells import short_bytes
+from dtype_tui.rendering.cells import short_bytes, stacked
 from dtype_tui.rendering.palette import colour
-from dtype_tui.rendering.plain_table import PlainTable
+from dtype_tui.state.full_rows import memory_rows
 from dtype_tui.widgets.panes.base import Pane
+from dtype_tui.widgets.panes.drift import rows_table
+
+_LABEL = len("resident ")
 
 
 class MemoryPane(Pane):
-    """Shows the bytes of the checkpoint as stored and as planned, of the tensors in memory, and of the whole process."""
+    """Shows the planned bytes by dtype, and the bytes of the tensors in memory and of the process."""
 
     HELP = (
         "stored: the checkpoint's tensors. planned: the same under the recipe, including scales, with tied weights counted once; "
         "percentages are shares of these bytes, or the change from stored. "
         "resident: all tensors of the live model now. process: the resident set; anonymous is the process's private memory, mapped "
         "are pages of the checkpoint's files, which the system can reclaim. peak: of the process since the last "
-        "measurement began. kept: outputs of modules that the next measurement reuses, and their limit (--keep); they "
+        "measurement began. cache: outputs of modules that the next measurement reuses, and their limit (--keep); they "
         "are part of the process or, if the model is on a device, of the device."
     )
 
-    def draw(self, activity: str, node: str) -> Text | Table:
+    def corner(self, activity: str) -> Text:
+        """Return the change from the stored bytes, and the planned bytes of the baseline recipe."""
+        plan, base = self.experiment.plan, self.experiment.baseline
+        if self.experiment.model.partial:
+            return Text()
+        words = [change_text(plan.stored_bytes, plan.planned_bytes)]
+        words += [f"P {human_bytes(base.planned_bytes)}"] if base is not None else []
+        return Text("  ".join(filter(None, words)), "dim")
+
+    def draw(self, activity: str, node: str) -> RenderableType:
         experiment = self.experiment
         plan, memory = experiment.plan, experiment.memory
         if experiment.model.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
-        grid = PlainTable.labelled(gap=1)
-        change = change_text(plan.stored_bytes, plan.planned_bytes)
-        grid.add_row("stored", human_bytes(plan.stored_bytes))
-        grid.add_row("planned", Text.assemble((human_bytes(plan.planned_bytes), "bold"), f"  {change}"))
-        if experiment.baseline is not None:
-            grid.add_row("P planned", human_bytes(experiment.baseline.planned_bytes))
-        grid.add_row("by bytes", self._mix())
-        if memory is None:
-            return grid
-        if memory.resident_bytes is not None:
-            devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.resident_by_device if size)
-            grid.add_row("resident", devices or human_bytes(memory.resident_bytes))
-        if memory.rss_bytes is not None:
+        lines = self._by_dtype()
+        if self.is_zoomed:
+            table = rows_table(memory_rows(experiment))
+            table.title = Text("\n").join([*lines, Text()])
+            table.title_justify, table.title_style = "left", ""
+            return table
+        line = _row("planned", human_bytes(plan.planned_bytes), f" of {human_bytes(plan.stored_bytes)}", bold=True)
+        if line.cell_len + len(" stored") <= self.columns:
+            line.append(" stored", "dim")
+        lines.append(line)
+        if memory is not None and memory.resident_bytes is not None:
+            devices = ", ".join(name for name, size in memory.resident_by_device if size)
+            lines.append(_row("resident", human_bytes(memory.resident_bytes), f" {devices}"))
+        if memory is not None and memory.device_allocated_bytes is not None:
+            peak = f", peak {short_bytes(memory.device_peak_bytes or 0)}"
+            lines.append(_row("device", short_bytes(memory.device_allocated_bytes), peak))
+        if memory is not None and memory.rss_bytes is not None:
             peak = f", peak {short_bytes(memory.peak_rss_bytes)}" if memory.peak_rss_bytes is not None else ""
-            grid.add_row("process", f"{short_bytes(memory.rss_bytes)}{peak}")
-            if memory.anonymous_bytes is not None:
-                grid.add_row("anonymous", human_bytes(memory.anonymous_bytes))
-            if memory.mapped_bytes is not None:
-                grid.add_row("mapped", f"{human_bytes(memory.mapped_bytes)} of the checkpoint")
-        if memory.kept_bytes is not None:
-            most = f" of {short_bytes(memory.kept_budget_bytes)}" if memory.kept_budget_bytes is not None else ""
-            grid.add_row("kept", f"{human_bytes(memory.kept_bytes)}{most}: outputs")
-        if memory.device_allocated_bytes is not None:
-            grid.add_row(
-                "device",
-                f"allocated {human_bytes(memory.device_allocated_bytes)}, reserved "
-                f"{human_bytes(memory.device_reserved_bytes or 0)}, peak {human_bytes(memory.device_peak_bytes or 0)}",
-            )
-        return grid
+            lines.append(_row("process", short_bytes(memory.rss_bytes), peak))
+        for line in lines:
+            line.truncate(self.columns, overflow="ellipsis")
+        return Text("\n").join(lines)
 
-    def _mix(self) -> Text:
-        """Return a bar of the planned bytes with a section for each dtype, and a legend.
+    def _by_dtype(self) -> list[Text]:
+        """Return a bar of the planned bytes with a section for each dtype, and its legend in one line.
 
         The full width of the bar is the stored or the planned size, whichever is larger.
         """
         shares = self.experiment.totals[""].mix()
-        plan = self.experiment.plan
-        width = max(10, self.columns - 12)
+        plan, width = self.experiment.plan, self.columns
         whole = max(plan.stored_bytes, plan.planned_bytes)
-        text = Text()
-        drawn = 0
-        for index, (dtype, share) in enumerate(shares):
-            cells = round(width * share * plan.planned_bytes / whole) if whole else 0
-            cells = max(cells, 1 if share else 0)
-            text.append("█▓▒░"[min(index, 3)] * cells, style=colour(dtype))
-            drawn += cells
-        text.append("·" * max(0, width - drawn), style="dim")
-        used = width  # the legend starts on a new line, and no entry is wrapped
+        bar = Text.assemble(*stacked(shares, width, plan.planned_bytes / whole if whole else 0.0))
+        legend = Text(no_wrap=True)
         for index, (dtype, share) in enumerate(shares):
             entry = f" {dtypes.short_name(dtype)} {percent(share)} %"
-            fits = used + 3 + len(entry) <= width
-            text.append("  " if fits else "\n")
-            text.append("█▓▒░"[min(index, 3)], style=colour(dtype))
-            text.append(entry)
-            used = (used + 2 if fits else 0) + 1 + len(entry)
-        return text
+            more = f"  +{len(shares) - index}"
+            last = index == len(shares) - 1
+            if index and len(legend) + 3 + len(entry) + (0 if last else len(more)) > width:
+                legend.append(more, "dim")
+                break
+            legend.append("  " if index else "")
+            legend.append("■", colour(dtype))
+            legend.append(entry)
+        return [bar, legend]
+
+
+def _row(label: str, size: str, rest: str, bold: bool = False) -> Text:
+    return Text.assemble((f"{label:<{_LABEL}}", "dim"), (size, "bold" if bold else ""), (rest, "dim"))

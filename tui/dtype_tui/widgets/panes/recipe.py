@@ -1,65 +1,215 @@
-"""The Recipe pane: the current recipe's rules, and which of them decide the dtypes of the node under the cursor."""
+"""The Recipe pane: the rules in order, which the user can change there, and which of them decide the node under the cursor."""
 
 from __future__ import annotations
 
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING, ClassVar
 
-from dtype_engine.core import dtypes
+from rich.style import Style
+from rich.text import Text
+from textual import events
+from textual.binding import Binding, BindingType
+
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import plural
+from dtype_engine.core.units import human_bytes, plural
+from dtype_engine.recipe import Plan, Rule, tensor_bytes
+from dtype_tui.config.bindings import DIGITS
 from dtype_tui.rendering.cells import truncate
-from dtype_tui.rendering.palette import colour
+from dtype_tui.rendering.palette import pill
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.node_rules import effects_on, never_cast_count
 from dtype_tui.widgets.panes.base import Pane
 
+if TYPE_CHECKING:
+    from dtype_tui.state.rule_list import ListedRule
+
+_WITH_BYTES = 46
+"""Least width in cells of a line that has room for the bytes that a rule saves."""
+
 
 class RecipePane(Pane):
-    """Shows the rules in order, and below them which rules decide the dtypes of the node under the cursor, and how many of its
-    tensors are never cast.
+    """Shows the rules in order, one in each line, and below them which rules decide the dtypes of the node under the cursor.
+
+    When the pane has the focus, one of the rules is under its cursor, and keys change that rule.
     """
 
     HELP = (
-        "Rules in the order in which they were made, with the number of tensors that each matches; the last rule that matches "
-        "wins. Below: the rules that match the node under the cursor, and how many of its tensors are "
-        "never cast, such as those of quantised weights."
+        "Rules in the order in which they apply, with the number of tensors that each matches and, if there is room, the bytes "
+        "that it saves; the last rule that matches wins. r goes to the rules: Enter changes the one under the cursor, 1 to 8 its "
+        "dtype, K and J move it, space disables it, x deletes it, u undoes. A disabled rule has no number. It casts nothing, and a "
+        "saved recipe leaves it out; only the session keeps it. Below: the rules that match the node under the tree's cursor, and "
+        "how many of its tensors are never cast, such as those of quantised weights."
     )
 
-    def draw(self, activity: str, node: str) -> Text | Table:
-        experiment = self.experiment
-        plan = experiment.plan
-        text = Text()
-        if not experiment.recipe.rules:
-            text.append("No rules: every tensor is as stored.\n", style="dim")
-            text.append("c casts by a pattern, 1 to 8 cast the node.", style="dim")
-            return text
-        for index, rule in enumerate(experiment.recipe.rules):
-            taken = len(plan.selections[index])
-            dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.short_name(rule.dtype)
-            width = max(8, self.columns - len(dtype) - len(f"{taken:,}") - 8)
-            text.append(f"{index + 1:>2} ", style="dim")
-            text.append(truncate(printable(rule.pattern, 500), width))
-            text.append(" → ", style="dim")
-            text.append(dtype, style=f"bold {colour(rule.dtype)}")
-            if index in plan.too_slow:
-                text.append("\n   ⚠ takes too long to match", style="bold")
-            elif index in plan.unmatched:
-                text.append("\n   ⚠ matches nothing in this model", style="bold")
-            elif index in plan.pending_classes:
-                text.append("\n   waits for the model's classes", style="dim")
-            else:
-                text.append(f"  {taken:,}", style="dim")
-            text.append("\n")
-        rows = effects_on(experiment.tree, experiment.plan, node)
-        label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 14))
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("enter", "screen.edit_rule", "Change the rule"),
+        *(Binding(str(i), f"cast('{dtype}')", "The rule's dtype", show=False) for i, dtype in enumerate(DIGITS, 1)),
+        Binding("K,shift+up", "move(-1)", "Move the rule up"),
+        Binding("J,shift+down", "move(1)", "Move the rule down"),
+        Binding("space", "switch", "Disable or enable the rule"),
+        Binding("x,delete", "delete", "Delete the rule"),
+    ]
+
+    def __init__(self, controller: Controller, id: str) -> None:
+        super().__init__(controller.experiment, "Recipe", id)
+        self._controller = controller
+        self.cursor = 0
+        """Index of the row under the pane's cursor."""
+        self._top = 0
+        """Index of the first row that is shown."""
+        self._saved: tuple[Plan, list[int]] | None = None
+
+    # -- changing rules ------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Rule | None:
+        """The rule under the pane's cursor, or None if there are no rules."""
+        rows = self.experiment.rules.rows
+        return rows[min(self.cursor, len(rows) - 1)].rule if rows else None
+
+    def go_to_deciding_rule(self, node: str) -> None:
+        """Put the cursor on the last rule that matches tensors of a node or, if there is none, on the last rule."""
+        effects = effects_on(self.experiment.tree, self.experiment.plan, node)
+        indices = self.experiment.rules.indices
+        self.cursor = indices.index(effects[0].index) if effects else max(0, len(indices) - 1)
+        self.show_again()
+
+    def action_step(self, step: int) -> None:
+        self.cursor = max(0, min(self.cursor + step, len(self.experiment.rules.rows) - 1))
+        self.show_again()
+
+    def action_move(self, step: int) -> None:
+        if self.current is not None:
+            to = max(0, min(self.cursor + step, len(self.experiment.rules.rows) - 1))
+            moved = self.experiment.rules.moved(self.cursor, step)
+            self.cursor = to
+            self._controller.apply_rules(moved)
+
+    def action_switch(self) -> None:
+        if self.current is not None:
+            self._controller.apply_rules(self.experiment.rules.toggled(self.cursor))
+
+    def action_delete(self) -> None:
+        if self.current is not None:
+            self._controller.apply_rules(self.experiment.rules.without_row(self.cursor))
+
+    def action_cast(self, dtype: str) -> None:
+        if (rule := self.current) is not None:
+            self._controller.change_rule(self.cursor, Rule.make(rule.pattern, dtype))
+
+    def on_click(self, event: events.Click) -> None:
+        row = event.y - (1 if self.is_framed else 0) + self._top
+        if 0 <= row < len(self.experiment.rules.rows):
+            self.cursor = row
+            self.show_again()
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        event.stop()
+        self.action_step(1)
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        event.stop()
+        self.action_step(-1)
+
+    # -- drawing -------------------------------------------------------------------------------------------------
+
+    def corner(self, activity: str) -> Text:
+        rules = self.experiment.rules.rows
+        return Text(f"{plural(len(rules), 'rule')}  {'u undo' if self.has_focus else 'r edit'}" if rules else "", "dim")
+
+    def draw(self, activity: str, node: str) -> Text:
+        rows = self.experiment.rules.rows
         if not rows:
-            text.append(f"{label}: as stored\n", style="dim")
-        for effect in rows:
+            words = "No rules: every tensor is as stored.\nc casts by a pattern, 1 to 8 cast the node."
+            return Text(words, style="dim")
+        self.cursor = max(0, min(self.cursor, len(rows) - 1))
+        below = self._about_node(node)[: max(1, self.lines - len(rows) - 1)]
+        room = max(1, self.lines - len(below) - 1)
+        lines = self._rules(room)
+        lines += [Text()] * max(0, min(1, self.lines - len(lines) - len(below)))
+        return Text("\n").join([*lines, *below])
+
+    def _rules(self, room: int) -> list[Text]:
+        """Return the lines of those rules that fit into `room` lines. The one under the cursor is among them."""
+        rows, indices = self.experiment.rules.rows, self.experiment.rules.indices
+        plan = self.experiment.plan
+        self._top = max(0, min(self._top, len(rows) - room))
+        if self.has_focus:
+            self._top = max(self.cursor - room + 1, min(self._top, self.cursor))
+        counts = [f"{len(plan.selections[at].tensors):,}" if at is not None else "off" for at in indices]
+        badges = [pill(row.rule.dtype)[0] for row in rows]
+        widths = max(map(len, badges)), max(map(len, counts))
+        lines: list[Text] = []
+        for place in range(self._top, len(rows)):
+            at = indices[place]
+            line = self._row(rows[place], at, counts[place], widths)
+            if self.has_focus and place == self.cursor:
+                line = Text.assemble(("❯", "bold"), line[1:])
+                line.pad_right(self.columns - line.cell_len)
+                # The terminal's own blue may be as bright as the text.
+                line.stylize_before("bold" if self.app.native_ansi_color else Style(bgcolor="blue"))
+            lines.append(line)
+            if at is not None and (warning := self._warning(at)):
+                lines.append(Text(f"   {warning}", "bold" if "⚠" in warning else "dim"))
+            if len(lines) >= room:
+                hidden = len(rows) - place - 1
+                if hidden and not self.has_focus and len(lines) > 1:
+                    lines[room - 1 :] = [Text(f"   and {hidden + 1} more", "dim")]
+                break
+        return lines[:room]
+
+    def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int]) -> Text:
+        """Return the line of a rule. at: its index in the recipe, or None if it is disabled. widths: those of the badges and of the
+        counts, in cells.
+        """
+        badge, style = pill(row.rule.dtype)
+        saved = self._saved_by(at) if self.columns >= _WITH_BYTES else None
+        words = f" {saved:>11}" if saved is not None else ""
+        room = self.columns - 4 - widths[0] - 1 - widths[1] - 1 - len(words)
+        pattern = truncate(printable(row.rule.pattern, 500), max(4, room))
+        number = f" {at + 1 if at is not None else '–'} "
+        gap = " " * (widths[0] - len(badge) + 1)
+        if at is None:
+            return Text(f"{number:<3}{pattern:<{room}} {badge}{gap}{count:>{widths[1]}}{' ' * len(words)}", "dim")
+        return Text.assemble(
+            (f"{number:<3}", "dim"), f"{pattern:<{room}} ", (badge, style), gap, (f"{count:>{widths[1]}}{words}", "dim")
+        )
+
+    def _saved_by(self, at: int | None) -> str:
+        """Return the bytes that the tensors save of which a rule decides the dtype, as text, or "" if they save none."""
+        plan, tree = self.experiment.plan, self.experiment.tree
+        if self._saved is None or self._saved[0] is not plan:
+            sums = [0] * len(plan.recipe)
+            for name, index in plan.decided_by.items():
+                tensor = tree.tensors[name]
+                sums[index] += tensor.nbytes - tensor_bytes(tensor, plan.dtypes[name])
+            self._saved = plan, sums
+        saved = self._saved[1][at] if at is not None else 0
+        return f"{'-' if saved > 0 else '+'}{human_bytes(abs(saved))}" if saved else ""
+
+    def _warning(self, at: int) -> str:
+        plan = self.experiment.plan
+        if at in plan.too_slow:
+            return "⚠ takes too long to match"
+        if at in plan.unmatched:
+            return "⚠ matches nothing in this model"
+        return "waits for the model's classes" if at in plan.pending_classes else ""
+
+    def _about_node(self, node: str) -> list[Text]:
+        """Return lines that say which rules decide the dtypes of a node, and how many of its tensors are never cast."""
+        tree, plan = self.experiment.tree, self.experiment.plan
+        verdicts = []
+        for effect in effects_on(tree, plan, node):
             won, taken = effect.decides, len(effect.tensors)
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
-            text.append(f"{label}: ", style="dim")
-            text.append(f"rule {effect.index + 1} {verdict}\n", style="" if won else "dim")
-        if fixed := never_cast_count(experiment.tree, node):
-            text.append(f"{label}: {plural(fixed, 'tensor')} never cast\n", style="dim")
-        text.right_crop(1)
-        return text
+            verdicts.append(f"rule {effect.index + 1} {verdict}")
+        verdicts = verdicts or ["as stored"]
+        label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 18)) + "  "
+        if len(label) + len(joined := ", ".join(verdicts)) <= self.columns:
+            verdicts = [joined]
+        if fixed := never_cast_count(tree, node):
+            verdicts.append(f"{plural(fixed, 'tensor')} never cast")
+        # The blanks at the end have the style of the words, which saves bytes at each move of the cursor on a slow connection.
+        lines = [f"{words:<{self.columns - len(label)}}" for words in verdicts]
+        return [
+            Text.assemble(" " * len(label) if index else label, (words, "dim")) for index, words in enumerate(lines)
+        ]

@@ -1,50 +1,51 @@
-"""The side panes Drift, Memory and Recipe, one above the other or behind tabs. They display the experiment and have no state of
-their own.
-"""
+"""The side panes Drift, Memory and Recipe, one above the other or behind tabs. They display the experiment."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.widgets import Static
 
+from dtype_tui.rendering.palette import ACCENT
+from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.message_line import MessageLine
 from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.drift import DriftPane
 from dtype_tui.widgets.panes.memory import MemoryPane
 from dtype_tui.widgets.panes.recipe import RecipePane
 
-if TYPE_CHECKING:
-    from dtype_tui.state.experiment import Experiment
+_MEMORY_LINES = 7
+_MOST_DRIFT_LINES = 15
 
 
 class SidePanes(Vertical):
-    """Holds the panes Drift, Memory and Recipe: one above the other if they fit, otherwise one at a time below a line of tabs."""
+    """Holds the panes Drift, Memory and Recipe: one above the other if they fit, otherwise one at a time below a line of tabs.
+
+    A zoomed pane is shown alone, and takes all lines.
+    """
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
     SidePanes > MessageLine { split: none; layer: over; dock: bottom; height: 2; max-height: 100%; }
     SidePanes > #tabs { display: none; height: 1; }
-    SidePanes > DriftPane { max-height: 50%; }
-    SidePanes > MemoryPane { max-height: 34%; }
-    SidePanes > RecipePane { height: 1fr; min-height: 4; }
     SidePanes.narrow { width: 100%; height: 1fr; max-height: 11; min-width: 0; }
     SidePanes.narrow > #tabs { display: block; }
-    SidePanes.narrow > Pane { display: none; height: 1fr; max-height: 100%; border: none; }
-    SidePanes.narrow > Pane.active { display: block; }
+    SidePanes.narrow > Pane, SidePanes.zoomed > Pane { display: none; }
+    SidePanes.narrow > Pane.active, SidePanes.zoomed > Pane.active { display: block; }
+    SidePanes.zoomed { width: 100%; max-height: 100%; }
     """
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, controller: Controller) -> None:
         super().__init__(id="side")
+        self.recipe = RecipePane(controller, "recipe")
         self.panes: list[Pane] = [
-            DriftPane(experiment, "Drift", "drift"),
-            MemoryPane(experiment, "Memory", "memory"),
-            RecipePane(experiment, "Recipe", "recipe"),
+            DriftPane(controller.experiment, "Drift", "drift"),
+            MemoryPane(controller.experiment, "Memory", "memory"),
+            self.recipe,
         ]
-        self._active = 0
+        self.active: Pane = self.panes[0]
+        """The pane that is shown if there is room for only one, and that is zoomed next."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="tabs", markup=False)
@@ -52,26 +53,49 @@ class SidePanes(Vertical):
         yield MessageLine(in_place=True)
 
     def on_mount(self) -> None:
-        self._mark()
+        self.activate(self.active)
 
-    def next_pane(self) -> None:
-        """Show the next pane if the terminal is too narrow to show all of them."""
-        self._active = (self._active + 1) % len(self.panes)
-        self._mark()
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.place)
 
-    def _mark(self) -> None:
+    @property
+    def is_narrow(self) -> bool:
+        return self.has_class("narrow")
+
+    def place(self) -> None:
+        """Set the heights of the panes. They depend on the size of the terminal alone, so no pane moves when its text changes."""
+        alone = self.is_narrow or self.has_class("zoomed")
+        height = self.size.height
+        recipe = height // 3
+        memory = min(_MEMORY_LINES, (height - recipe) // 2)
+        drift = min(_MOST_DRIFT_LINES, height - recipe - memory)
+        for pane, lines in zip(self.panes, (drift, memory, height - drift - memory), strict=True):
+            pane.set_class(self.is_narrow, "tab")
+            pane.set_class(self.has_class("zoomed"), "zoomed")
+            pane.styles.height = "1fr" if alone else lines
+
+    def activate(self, pane: Pane) -> None:
+        """Make a pane the active one."""
+        self.active = pane
+        for other in self.panes:
+            other.set_class(other is pane, "active")
         tabs = Text(" ")
-        for index, pane in enumerate(self.panes):
-            pane.set_class(index == self._active, "active")
-            title = str(pane.border_title)
-            tabs.append(
-                f"[{title}]" if index == self._active else f" {title} ",
-                style="bold" if index == self._active else "dim",
-            )
+        for other in self.panes:
+            title = f"[{other.title}]" if other is pane else f" {other.title} "
+            tabs.append(title, style=f"bold {ACCENT}" if other is pane else "dim")
             tabs.append(" ")
-        tabs.append("  tab: next", style="dim")
+        tabs.append("  tab: next  +: alone", style="dim")
         self.query_one("#tabs", Static).update(tabs)
 
-    def show(self, activity: str, node: str) -> None:
-        for pane in self.panes:
-            pane.show(activity, node)
+    def after(self, pane: Pane) -> Pane | None:
+        """Return the pane below another one, or None after the last."""
+        following = self.panes.index(pane) + 1
+        return self.panes[following] if following < len(self.panes) else None
+
+    def zoom(self, zoomed: bool) -> None:
+        """Show the active pane alone, or all panes again."""
+        self.set_class(zoomed, "zoomed")
+        self.place()
+
+    def on_pane_chosen(self, message: Pane.Chosen) -> None:
+        self.activate(message.pane)

@@ -1,0 +1,85 @@
+"""The plot of drift over depth below the tree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.scenes import history, measuring, mixed, modules, ready
+from tests.helpers.screen_text import screen
+
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+
+BF16 = Recipe((Rule("*", "bfloat16"),))
+
+
+def drawn(app: DtypeApp) -> list[str]:
+    pane = app.main.depth
+    return [pane.render_line(y).text for y in range(pane.size.height)]
+
+
+def dots(app: DtypeApp) -> int:
+    return sum(0x2800 < ord(character) < 0x2900 for line in drawn(app) for character in line)
+
+
+async def test_it_falls_with_depth_and_names_the_worst_module() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        rows = drawn(app)
+        assert "▲ layers.5 mlp.down_proj  28.50 dB" in "".join(rows)
+        (mark,) = [line.index("○") for line in rows if "○" in line]
+        assert mark > 70, "at the last layer"
+        first = next(line for line in rows if any(0x2800 < ord(character) < 0x2900 for character in line))
+        assert first.index("│", 2) < 12
+        assert "50 dB" in "".join(rows)
+        assert "layers.0" in rows[-2]
+
+
+async def test_it_grows_while_modules_are_measured() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        assert dots(app) == 0
+        await measuring(app, pilot)
+        some = dots(app)
+        assert some > 0
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, events.ModulesMeasured(recipe, modules()))
+        assert dots(app) > some
+
+
+async def test_the_recipe_before_and_a_baseline_are_a_second_line() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        alone = dots(app)
+        better = tuple(replace(drift, sqnr_db=drift.sqnr_db + 20) for drift in modules() if drift.sqnr_db is not None)
+        app.controller.apply_recipe(BF16)
+        await say(app, pilot, events.Measured(BF16, report(BF16, modules=better)), events.Idle())
+        assert dots(app) > alone + 20
+
+
+async def test_the_baseline_comes_before_the_recipe_before() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await history(app, pilot)
+        await pilot.press("j", "P", "escape")
+        await pilot.pause()
+        assert app.controller.experiment.baseline is not None
+        assert app.main.depth._other_modules() == app.controller.experiment.baseline_modules
+
+
+async def test_what_is_not_finite_is_marked_and_a_model_that_can_not_run_has_no_plot() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        app.controller.apply_recipe(BF16)
+        broken = (*modules()[:-1], ModuleDrift("model.layers.5", None, 9.9, 4))
+        await say(app, pilot, events.Measured(BF16, report(BF16, modules=broken)), events.Idle())
+        assert any("✗" in line for line in drawn(app))
+        await say(app, pilot, events.OpenFailed("no architecture"))
+        assert "Drift over depth" not in screen(app)

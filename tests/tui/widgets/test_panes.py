@@ -1,0 +1,186 @@
+"""The panes: what stays where it is, what changes, and a pane alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.segment import Segment
+from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.scenes import MIXED, measured_in_part, mixed, modules, ready
+from tests.helpers.screen_text import lines, screen, until
+from textual.geometry import Region
+from textual.pilot import Pilot
+
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.panes.base import Pane
+
+BF16 = Recipe((Rule("*", "bfloat16"),))
+SIZES = [(60, 15), (80, 24), (100, 24), (120, 36), (200, 50)]
+
+
+def drift(app: DtypeApp) -> str:
+    return words(app.main.side.panes[0])
+
+
+def words(pane: Pane) -> str:
+    """What a pane shows inside its frame."""
+    rows = (pane.render_line(y).text[2:-2] for y in range(1, pane.size.height - 1))
+    return "\n".join(row.rstrip() for row in rows).rstrip()
+
+
+def is_dim(pane: Pane, text: str) -> bool:
+    """Whether the part of a pane that contains this text is dim."""
+    found: list[Segment] = [part for y in range(pane.size.height) for part in pane.render_line(y) if text in part.text]
+    return bool(found) and all(part.style is not None and bool(part.style.dim) for part in found)
+
+
+async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe, kl: float) -> None:
+    app.controller.apply_recipe(recipe)
+    found = report(recipe, modules=modules())
+    output = dataclasses.replace(found.output, kl_mean=kl)
+    await say(app, pilot, events.Measured(recipe, dataclasses.replace(found, output=output)), events.Idle())
+
+
+async def test_a_cast_keeps_the_figures_dim_until_the_new_ones_are_there_and_compares_them() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        await measured(app, pilot, BF16, 2.2e-5)
+        pane = app.main.side.panes[0]
+        assert "KL 2.20e-5 ± 1e-5 nats" in drift(app)
+        assert not is_dim(pane, "2.20e-5")
+        assert "6 of 6 sequences" in screen(app)
+        await pilot.press("j", "3")
+        await pilot.pause()
+        assert "KL 2.20e-5" in drift(app)
+        assert is_dim(pane, "2.20e-5")
+        assert "6 of 6 sequences" not in screen(app), "these are figures of the recipe before"
+        current = app.controller.experiment.recipe
+        await measured(app, pilot, current, 2.6e-5)
+        assert "KL 2.20e-5 → 2.60e-5 ▲" in drift(app)
+        await pilot.press("u")
+        await measured(app, pilot, BF16, 2.2e-5)
+        assert "KL 2.60e-5 → 2.20e-5 ▼" in drift(app)
+
+
+async def test_a_recipe_that_is_measured_again_is_not_compared_with_itself() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        await measured(app, pilot, BF16, 2.2e-5)
+        await pilot.press("m")
+        await say(app, pilot, events.Measured(BF16, report(BF16)), events.Idle())
+        assert "→" not in drift(app)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) -> None:
+    app = make_app()
+
+    def places() -> list[Region]:
+        return [pane.region for pane in (*app.main.side.panes, app.main.depth) if pane.region]
+
+    async with running(app, size) as pilot:
+        await ready(app, pilot)
+        before = places()
+        await measured_in_part(app, pilot)
+        assert places() == before
+        await mixed(app, pilot)
+        assert places() == before
+        if size[0] >= 100:
+            drift_pane, memory, recipe = app.main.side.panes
+            assert drift_pane.region.height + memory.region.height + recipe.region.height == app.main.side.size.height
+            assert recipe.region.height >= app.main.side.size.height // 3
+        assert bool(app.main.depth.region) == (size[0] >= 120 and size[1] >= 36)
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36)])
+async def test_plus_shows_a_pane_alone_with_all_figures_and_again_everything(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await mixed(app, pilot)
+        for back in ("plus", "escape"):
+            await pilot.press("plus")
+            await until(pilot, lambda: "mean |Δ|" in screen(app))
+            await pilot.press(*["j"] * 9)
+            await until(pilot, lambda: "0.20 s (reference 0.10 s)" in screen(app))
+            assert "max 3.0e-03" in screen(app)
+            assert app.main.side.panes[0].region.width == size[0]
+            assert not app.main.tree_view.region
+            await pilot.press(back)
+            await until(pilot, lambda: "reference 0.10 s" not in screen(app))
+            assert app.main.tree_view.has_focus
+            assert app.main.tree_view.region
+
+
+@pytest.mark.parametrize("key", ["w", "slash"])
+async def test_a_key_of_the_tree_shows_the_tree_again(key: str) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        await pilot.press("plus")
+        await until(pilot, lambda: not app.main.tree_view.region)
+        await pilot.press(key)
+        await until(pilot, lambda: bool(app.main.tree_view.region))
+
+
+async def test_tab_goes_through_the_panes_and_back_to_the_tree() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        seen = []
+        for _ in range(4):
+            await pilot.press("tab")
+            seen.append(app.focused.id if app.focused is not None else None)
+        assert seen == ["drift", "memory", "recipe", "tree"]
+
+
+async def test_rules_are_changed_in_their_pane_and_undo_brings_all_back() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        experiment, recipe = app.controller.experiment, app.main.side.recipe
+        await pilot.press("r")
+        assert recipe.current == MIXED.rules[2], "the rule that decides the node under the tree's cursor"
+        assert "❯3 model.layers.{4..5}" in words(recipe)
+        await pilot.press("space")
+        assert experiment.recipe.rules == MIXED.rules[:2]
+        assert engine(app).recipes[-1] == experiment.recipe
+        assert "❯– model.layers.{4..5}" in words(recipe)
+        assert "off" in words(recipe)
+        asked = len(engine(app).recipes)
+        await pilot.press("K")
+        assert len(engine(app).recipes) == asked, "nothing changes for the model"
+        await pilot.press("space")
+        assert experiment.recipe.rules == (MIXED.rules[0], MIXED.rules[2], MIXED.rules[1])
+        await pilot.press("enter")
+        await until(pilot, lambda: app.focused is not None and app.focused.id == "cast-input")
+        await pilot.press("end", *["backspace"] * len("float8_e4m3fn"))
+        app.focused.value = "model.layers.5.mlp=f16"  # type: ignore[union-attr]
+        await pilot.press("enter")
+        assert experiment.recipe.rules[1] == Rule("model.layers.5.mlp", "float16")
+        assert app.focused is recipe
+        await pilot.press("x")
+        assert len(experiment.rules.rows) == 2
+        await pilot.press(*["u"] * 5)
+        assert experiment.recipe == MIXED
+        assert all(row.enabled for row in experiment.rules.rows)
+
+
+async def test_many_rules_are_scrolled_with_the_cursor_and_the_deciding_one_stays_in_sight() -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        rules = [
+            Rule(f"model.layers.{layer}.{part}", "bfloat16") for layer in range(6) for part in ("mlp", "self_attn")
+        ]
+        app.controller.apply_recipe(Recipe(tuple(rules)))
+        await pilot.press("r")
+        for key, shown in (("end", "model.layers.5.self_attn"), *[("k", "")] * 11, ("k", "model.layers.0.mlp")):
+            await pilot.press(key) if key != "end" else None
+            await pilot.pause()
+            assert shown in screen(app)
+            assert any("❯" in line and "model.layers" in line for line in lines(app))

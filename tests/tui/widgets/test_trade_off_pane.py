@@ -1,0 +1,24 @@
+"""The plot of bytes and drift next to the plot over depth."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, running
+from tests.helpers.scenes import history, ready
+from tests.helpers.screen_text import screen
+
+
+@pytest.mark.parametrize("size", [(120, 36), (200, 50)])
+async def test_it_has_a_point_for_each_measured_recipe_on_wide_screens(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await ready(app, pilot)
+        wide = size[0] > 120
+        assert ("Each measured recipe is a point here." in screen(app)) == wide
+        await history(app, pilot)
+        await pilot.press("j", "P", "escape")
+        await pilot.pause()
+        pane = app.main.trade_off
+        drawn = "".join(pane.render_line(y).text for y in range(pane.size.height))
+        assert [drawn.count(mark) for mark in "●P○"] == ([1, 1, 2] if wide else [0, 0, 0])
+        assert ("across: planned MiB, up: KL, nats" in drawn) == wide

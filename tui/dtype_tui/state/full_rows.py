@@ -1,0 +1,133 @@
+"""Everything that is known about the drift of the model's output and about memory, as rows of a label and a text.
+
+The panes show the most important figures. These rows are in the details of the model, and in a pane that is shown alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import change_text, decibels, human_bytes, percent_with_error, plural
+from dtype_engine.reports.text_drift import extent_text, floor_text, kl_text, modules_extent_text, sqnr_text
+from dtype_engine.results.meaning import meaning
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import DriftReport, Extent, OutputDrift
+    from dtype_tui.state.experiment import Experiment
+    from dtype_tui.state.measurement_log import MeasuredRecipe
+
+Rows = list[tuple[str, str]]
+
+
+def drift_rows(experiment: Experiment) -> Rows:
+    """Return the figures of the output's drift. Empty if there are none yet."""
+    report, partial = experiment.results.report, experiment.results.partial_drift
+    if report is not None:
+        rows = [("over", extent_text(report.sequences))]
+        rows.append(("meaning", str(meaning(report.output, experiment.floor, report.modules))))
+        if experiment.floor is not None and experiment.floor.ways:
+            rows.append(("floor", floor_text(experiment.floor)))
+        return [*rows, *_figures(experiment, report.output, report.sequences), *_run(report)]
+    if partial is not None:
+        return [("so far", extent_text(partial.extent)), *_figures(experiment, partial.output, partial.extent)]
+    return []
+
+
+def _figures(experiment: Experiment, output: OutputDrift, extent: Extent) -> Iterator[tuple[str, str]]:
+    """Yield the output's metrics. If there is a baseline recipe, its metrics stand next to them. extent: the inputs that the
+    metrics cover.
+    """
+    base = experiment.baseline
+    if base is not None:
+        yield "P", f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}"
+    yield "SQNR", sqnr_text(output, extent) + _baseline(base, lambda other: decibels(other.sqnr_db))
+    yield "mean |Δ|", f"{output.mean_abs:.4e}"
+    yield "max |Δ|", f"{output.max_abs:.4e}" + _baseline(base, lambda other: f"{other.max_abs:.1e}")
+    yield "rel. L2", f"{output.rel_l2:.2e}"
+    yield "cosine", f"{output.cosine:.6f}"
+    if output.nonfinite:
+        yield "not finite", f"{output.nonfinite:,} of {output.elements:,}"
+    if output.kl_mean is not None and not math.isnan(output.kl_mean):
+        yield "KL mean", f"{kl_text(output, extent)} nats" + _baseline(base, _kl)
+        tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
+        tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
+        yield "KL tail", "  ".join(tail)
+    if guess := experiment.predicted():
+        yield "predicted", f"{guess}, sum of singles"
+    if output.top1_agreement is not None:
+        top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
+        yield "same top-1", top1 + _baseline(base, _top1)
+    if output.perplexity_reference is not None and output.perplexity_candidate is not None:
+        yield "perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
+
+
+def _baseline(base: MeasuredRecipe | None, figure: Callable[[OutputDrift], str]) -> str:
+    words = figure(base.output) if base is not None else ""
+    return f"  P {words}" if words else ""
+
+
+def _kl(output: OutputDrift) -> str:
+    return f"{output.kl_mean:.1e} nats" if output.kl_mean is not None else ""
+
+
+def _top1(output: OutputDrift) -> str:
+    return f"{100 * output.top1_agreement:.2f}" if output.top1_agreement is not None else ""
+
+
+def _run(report: DriftReport) -> Iterator[tuple[str, str]]:
+    """Yield what is known about the measurement itself."""
+    if report.sequences.left_out:
+        yield "padding", f"{plural(report.sequences.left_out, 'position')} left out"
+    if report.settings != str(RunSettings()):
+        yield "settings", report.settings
+    if report.weights_only:
+        yield "quantised", "weights only"
+    if extent := modules_extent_text(report):
+        yield "modules", extent
+    yield "of", printable(f"{report.output_name}, {report.inputs}", 200)
+    if report.seconds.reference is not None and report.seconds.candidate is not None:
+        partly = "the changed part: " if report.seconds.reused else ""
+        yield "time", f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
+
+
+def memory_rows(experiment: Experiment) -> Rows:
+    """Return the bytes of the checkpoint, of the tensors in memory, and of the process. Empty while not all headers are read."""
+    if experiment.model.partial:
+        return []
+    plan = experiment.plan
+    change = change_text(plan.stored_bytes, plan.planned_bytes)
+    rows = [
+        ("stored", human_bytes(plan.stored_bytes)),
+        ("planned", f"{human_bytes(plan.planned_bytes)}  {change}".rstrip()),
+    ]
+    if experiment.baseline is not None:
+        rows.append(("P planned", human_bytes(experiment.baseline.planned_bytes)))
+    return [*rows, *_measured_memory(experiment)]
+
+
+def _measured_memory(experiment: Experiment) -> Iterator[tuple[str, str]]:
+    memory = experiment.memory
+    if memory is None:
+        return
+    if memory.resident_bytes is not None:
+        devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in memory.resident_by_device if size)
+        yield "resident", devices or human_bytes(memory.resident_bytes)
+    if memory.rss_bytes is not None:
+        yield "process", human_bytes(memory.rss_bytes)
+        if memory.peak_rss_bytes is not None:
+            yield "peak", human_bytes(memory.peak_rss_bytes)
+        if memory.anonymous_bytes is not None:
+            yield "anonymous", human_bytes(memory.anonymous_bytes)
+        if memory.mapped_bytes is not None:
+            yield "mapped", f"{human_bytes(memory.mapped_bytes)} of the checkpoint"
+    if memory.kept_bytes is not None:
+        most = f" of {human_bytes(memory.kept_budget_bytes)}" if memory.kept_budget_bytes is not None else ""
+        yield "cache", f"{human_bytes(memory.kept_bytes)}{most}"
+    if memory.device_allocated_bytes is not None:
+        yield "allocated", f"{human_bytes(memory.device_allocated_bytes)} on the device"
+        yield "reserved", human_bytes(memory.device_reserved_bytes or 0)
+        yield "device peak", human_bytes(memory.device_peak_bytes or 0)

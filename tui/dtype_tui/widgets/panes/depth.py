@@ -1,0 +1,118 @@
+"""The plot of drift over the model's depth, below the tree."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree, ancestors
+from dtype_engine.core.units import decibels
+from dtype_tui.rendering.canvas import Axes, Note, Series, linear_axes, plot
+from dtype_tui.rendering.palette import ramp
+from dtype_tui.state.depth import depth_label, depth_modules
+from dtype_tui.widgets.panes.base import Pane
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import ModuleDrift
+    from dtype_tui.state.experiment import Experiment
+
+_LOWER_SHARE = 0.12
+"""Share of the vertical axis below the smallest SQNR, which leaves room for the note about the worst module."""
+
+
+class DepthPane(Pane):
+    """Plots the SQNR of the layers in order of depth, coloured by how bad it is, and marks the layer of the worst module.
+
+    A dim line shows the baseline recipe or, if there is none, the recipe before the current one.
+    """
+
+    HELP = (
+        "SQNR of the output of each layer, of the embedding, the last norm and the head, in the order of the forward pass; of a "
+        "model without numbered layers, of its topmost modules. ○ is the layer of the module that drifts most. The dim line is the "
+        "baseline (P in the history) or else the recipe before. Layers that do not drift are left out."
+    )
+
+    def __init__(self, experiment: Experiment, id: str) -> None:
+        super().__init__(experiment, "Drift over depth", id)
+        self._tree: Tree | None = None
+        self._names: list[str] = []
+        """The modules that stand for the depth of `_tree`."""
+        self._order: Mapping[str, int] = {}
+        """The place of each measured module in the forward pass."""
+
+    def corner(self, activity: str) -> Text:
+        return Text("d causes  w worst", "dim")
+
+    def draw(self, activity: str, node: str) -> Text:
+        now, other = self.experiment.results.modules, self._other_modules()
+        names = self._modules()
+        drifts = [now.get(name) for name in names]
+        whole = [(float(place), _sqnr(drift)) for place, drift in enumerate(drifts)]
+        dim = [(float(place), _sqnr(other.get(name))) for place, name in enumerate(names)]
+        if not any(math.isfinite(y) for _, y in (*whole, *dim)):
+            nothing = bool(now) and self.experiment.results.report is not None
+            return Text(
+                "No layer drifts." if nothing else "The drift of each layer appears when it is measured.", "dim"
+            )
+        axes = _axes([*whole, *dim], len(names))
+        series = [
+            Series(dim, style="dim"),
+            Series(whole, styles=[ramp(y) if math.isfinite(y) else "" for _, y in whole]),
+        ]
+        broken = [(x, axes.low) for (x, _), drift in zip(whole, drifts, strict=True) if drift and drift.nonfinite]
+        series.append(Series(broken, "✗", ramp("broken")))
+        notes = self._worst_note(names, whole, series)
+        labels = [(float(place), depth_label(name)) for place, name in enumerate(names)]
+        return plot(series, axes, self.columns, max(4, self.lines), names=labels, unit="dB", notes=notes)
+
+    def _modules(self) -> list[str]:
+        """Return the modules that stand for the model's depth: in the order of the forward pass, if it is known."""
+        tree, report = self.experiment.tree, self.experiment.results.report
+        if tree is not self._tree:
+            self._tree, self._names, self._order = tree, depth_modules(tree), {}
+        if report is not None and not self._order:
+            self._order = {drift.name: place for place, drift in enumerate(report.modules)}
+            measured = [name for name in self._names if name in self._order]
+            self._names = sorted(measured, key=lambda name: self._order[name])
+        return self._names
+
+    def _other_modules(self) -> Mapping[str, ModuleDrift]:
+        """Return the drift of the modules under the recipe of the dim line."""
+        if self.experiment.baseline is not None:
+            return self.experiment.baseline_modules
+        before = self.experiment.before
+        return {drift.name: drift for drift in before.modules} if before is not None else {}
+
+    def _worst_note(
+        self, names: Sequence[str], whole: Sequence[tuple[float, float]], series: list[Series]
+    ) -> Sequence[Note]:
+        """Return the note about the module that drifts most, and add the mark of its layer to `series`."""
+        worst = self.experiment.results.worst_modules(1)
+        if not worst or worst[0].nonfinite:
+            return ()
+        name = worst[0].name
+        place = next((names.index(above) for above in (name, *ancestors(name)) if above in names), None)
+        if place is None or not math.isfinite(whole[place][1]):
+            return ()
+        layer = names[place]
+        inside = printable(name[len(layer) :].strip("."), 60)
+        words = " ".join(part for part in (depth_label(layer), inside) if part)
+        x, y = whole[place]
+        series.append(Series([(x, y)], "○", "bold"))
+        return (Note(x, y, f"▲ {words}  {decibels(worst[0].sqnr_db)}", "bold"),)
+
+
+def _sqnr(drift: ModuleDrift | None) -> float:
+    """Return a module's SQNR in dB, or NaN if it is unknown or can't be drawn. It is infinite for a module that does not drift."""
+    return math.nan if drift is None or drift.nonfinite or drift.sqnr_db is None else drift.sqnr_db
+
+
+def _axes(points: Sequence[tuple[float, float]], count: int) -> Axes:
+    """Return axes that contain the points, with room below them. count: the number of modules."""
+    fitted = linear_axes(points)
+    low = fitted.low - _LOWER_SHARE * (fitted.high - fitted.low)
+    return Axes(0.0, max(1.0, count - 1.0), low, fitted.high, zero=False, linear=True)

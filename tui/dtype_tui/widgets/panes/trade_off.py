@@ -1,0 +1,49 @@
+"""The plot of the measured recipes, bytes against drift, on wide screens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from dtype_tui.rendering.canvas import Series, axes_around, plot
+from dtype_tui.rendering.palette import ACCENT
+from dtype_tui.widgets.panes.base import Pane
+
+if TYPE_CHECKING:
+    from dtype_tui.state.experiment import Experiment
+
+
+class TradeOffPane(Pane):
+    """Plots the drift of each measured recipe against its planned bytes, and marks the current recipe."""
+
+    HELP = (
+        "The measured recipes: planned bytes to the right, KL upwards, or the square of the relative L2 error if the output is no "
+        "distribution. ● is the current recipe, P the baseline. H lists them."
+    )
+
+    def __init__(self, experiment: Experiment, id: str) -> None:
+        super().__init__(experiment, "Bytes and drift", id)
+
+    def corner(self, activity: str) -> Text:
+        return Text("H history", "dim")
+
+    def draw(self, activity: str, node: str) -> RenderableType:
+        entries = self.experiment.measured
+        distribution = any(entry.output.kl_mean is not None for entry in entries)
+        series = []
+        for entry in entries:
+            drift = entry.drift(distribution)
+            if drift is None:
+                continue
+            current = (entry.recipe, entry.settings) == (self.experiment.recipe, self.experiment.settings)
+            mark = "●" if current else "P" if self.experiment.is_baseline(entry) else "○"
+            series.append(Series(((entry.planned_bytes / 2**20, drift),), mark, f"bold {ACCENT}" if current else ""))
+        if not series:
+            return Text("Each measured recipe is a point here.", "dim")
+        series.sort(key=lambda each: each.mark == "●")  # the current recipe is drawn over the others
+        points = [point for each in series for point in each.points]
+        drawn = plot(series, axes_around(points), self.columns, max(4, self.lines - 1))
+        unit = "KL, nats" if distribution else "relative squared error"
+        return Group(drawn, Text(f"across: planned MiB, up: {unit}", "dim"))
