@@ -15,7 +15,6 @@ from dtype_engine.core.units import (
     human_bytes,
     human_count,
     percent_with_error,
-    plural,
     seconds_text,
     with_error,
 )

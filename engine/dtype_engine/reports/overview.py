@@ -61,7 +61,9 @@ def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFi
         details.append(f"SQNR {sqnr_text(output, drift.sequences)}")
     if output.top1_agreement is not None:
         details.append(f"{top1_words(drift)}: {100 * output.top1_agreement:.2f} %")
-    details.append(said.why if nonfinite is None else f"{said.why}: {first_sentence(nonfinite)}")
+    details.append(said.why)
+    if nonfinite is not None:  # a module may be, although the output is finite
+        details.append(f"values stop being finite {first_sentence(nonfinite)}")
     return Tile("drift", said.word, tuple(details), _GRADES[said.word])
 
 
