@@ -298,9 +298,7 @@ def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
     )
     if all(value is None for _, value in points):
         return []
-    chart = BarChart(
-        "SQNR of the output of every innermost module with weights, in the order of the tree", points, "dB"
-    )
+    chart = BarChart("SQNR of the outputs of innermost modules, in the order of the tree", points, "dB")
     return [Section("Drift over depth", (chart,))]
 
 
