@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Grade = Literal["", "green", "yellow", "orange", "red"]
+"""The colour of a tile's mark. The tile's words say the same, so that nobody has to see the colour. "" is no colour."""
 
 
 class Identifier(str):
@@ -39,6 +43,16 @@ class BarChart:
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """An answer in large type, with what it is about above it and details below it."""
+
+    label: str
+    value: str
+    details: tuple[str, ...] = ()
+    grade: Grade = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Section:
     """A heading and the blocks under it."""
 
@@ -48,8 +62,9 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A whole report: a title, a summary in one sentence, and sections."""
+    """A whole report: a title, tiles, a summary in one sentence, and sections."""
 
     title: str
     summary: str
     sections: tuple[Section, ...]
+    tiles: tuple[Tile, ...] = ()

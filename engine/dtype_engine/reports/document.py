@@ -11,25 +11,25 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
 from dtype_engine.core.units import (
-    change_text,
     decibels,
     human_bytes,
     human_count,
     percent_with_error,
-    plural,
     seconds_text,
     with_error,
 )
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
+from dtype_engine.reports.overview import plain_sentence, size_tile, third_tile, top1_words, verdict_tile
 from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
 from dtype_engine.reports.text_drift import first_sentence, modules_extent_text, remedy_result, value_sentence
-from dtype_engine.reports.text_losses import HELP, headline
+from dtype_engine.reports.text_losses import HELP
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.results.meaning import HELP as MEANING_HELP
 from dtype_engine.results.meaning import meaning
+from dtype_engine.results.runs import SpeedReport
 
 MOST_MODULES = 2000
 _SUMMARY_ROWS = 40
@@ -48,50 +48,34 @@ def build_report(
     no_drift: str = "",
     lost: Sequence[ValueLoss] | None = None,
     nonfinite: NonFiniteDiagnosis | None = None,
+    speed: SpeedReport | None = None,
 ) -> Report:
-    """Return the report of a plan.
+    """Return the report of a plan: first the answer in tiles and one sentence, then what it is made of, the most important first.
 
     title: the name of the model. versions: those of the libraries, by name. drift: a measurement of the plan's recipe, which also
     lists the weights with values that their cast makes infinite or zero. Without a measurement, drift is None, no_drift says why,
     and lost lists these weights, or is None if they are unknown. nonfinite: where values stop being finite in the measurement, or
-    None if all are finite.
+    None if all are finite. speed: the times of forward passes under this plan, or None if they were not measured.
     """
     losses = drift.lost if drift is not None else lost
     sections = [
+        *_depth(tree, drift),
         rules_section(tree, plan),
+        *_worst(tree, drift),
         _memory(tree, plan, drift),
-        drift_section(drift, no_drift),
         *([_nonfinite_section(nonfinite)] if nonfinite is not None else []),
         *_lost(plan, losses),
+        drift_section(drift, no_drift),
+        tree_section(tree, plan),
+        _modules(tree, plan, drift),
+        _made_with(settings, drift, versions),
     ]
-    sections.append(tree_section(tree, plan))
-    if drift is not None:
-        sections.append(_where(tree, drift))
-    sections += [_modules(tree, plan, drift), _made_with(settings, drift, versions)]
-    return Report(printable(title, 200), _summary(plan, drift, losses), tuple(sections))
-
-
-def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] | None) -> str:
-    words = f"{human_bytes(plan.stored_bytes)} stored"
-    if plan.recipe.rules:
-        words += f", {human_bytes(plan.planned_bytes)} under {plural(len(plan.recipe), 'rule')}"
-        change = change_text(plan.stored_bytes, plan.planned_bytes)
-        words += f" ({change})" if change else ""
-    if drift is not None:
-        ratio = "exact" if drift.output.sqnr_db == math.inf else f"SQNR {decibels(drift.output.sqnr_db)}"
-        words += f"; {ratio} against {drift.reference} ({meaning(drift.output, None, drift.modules)})"
-        if drift.output.kl_mean is not None:
-            words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
-        if drift.output.top1_agreement is not None:
-            words += f", same top {_class_word(drift)} at {100 * drift.output.top1_agreement:.2f} % of positions"
-    if lost := headline(losses or ()):
-        words += f"; {lost} in the casts"
-    return words + "."
-
-
-def _class_word(drift: DriftReport) -> str:
-    """Return the word for what the model predicts at a position: "token" or "class"."""
-    return "token" if drift.sequences.of_tokens else "class"
+    tiles = (
+        size_tile(plan.stored_bytes, plan.planned_bytes),
+        verdict_tile(drift, no_drift, nonfinite),
+        third_tile(tree.totals(plan.dtypes)[""], speed),
+    )
+    return Report(printable(title, 200), plain_sentence(title, plan, drift, no_drift, losses), tuple(sections), tiles)
 
 
 def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
@@ -211,7 +195,7 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in output.kl_tail.items()]
     if output.top1_agreement is not None:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        rows.append((f"same top {_class_word(drift)}", top1, "of positions"))
+        rows.append((top1_words(drift), top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         perplexities = f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
         ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)
@@ -237,7 +221,7 @@ def _nonfinite_section(diagnosis: NonFiniteDiagnosis) -> Section:
 
 
 def tree_section(tree: Tree, plan: Plan) -> Section:
-    """Return the section with a table of modules: the root and as many levels below it as fit in about forty rows."""
+    """Return the section with a table of modules with weights: the root and as many levels below it as fit in about forty rows."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, modules in _table_rows(tree):
@@ -246,6 +230,8 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
         for module in modules:
             before.add_totals(stored[module.name])
             after.add_totals(planned[module.name])
+        if name and not _has_weights(before):
+            continue
         rows.append(
             (
                 Identifier(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
@@ -285,28 +271,52 @@ def _child_rows(name: str, modules: list[Module]) -> list[tuple[str, list[Module
     ]
 
 
-def _where(tree: Tree, drift: DriftReport) -> Section:
+def _leaves(tree: Tree, drift: DriftReport) -> list[ModuleDrift]:
+    """Return the readings of the innermost modules, in the order of the tree. Modules that the tree does not have come last."""
     readings = {reading.name: reading for reading in drift.modules}
     ordered = {module.name: readings[module.name] for module in tree.walk() if module.name in readings}
-    leaves = [
+    return [
         reading
-        for name, reading in (ordered | readings).items()  # modules that the tree does not have come last
+        for name, reading in (ordered | readings).items()
         if name not in tree.modules or not tree.modules[name].children
     ]
-    worst = worst_modules(leaves)[:_WORST]
-    if not worst:
-        return Section("Where it drifts", ("Nowhere: no module's output differs from the reference.",))
+
+
+def _depth(tree: Tree, drift: DriftReport | None) -> list[Section]:
+    """Return the section with the plot of SQNR over depth, as a list of one section, or [] if no SQNR is finite."""
+    if drift is None:
+        return []
+    leaves, totals = _leaves(tree, drift), tree.totals()
+    worst = {reading.name for reading in worst_modules(leaves)[:_WORST]}
     points = tuple(
         (
             printable(reading.name, 200),
             None if reading.sqnr_db is None or math.isinf(reading.sqnr_db) else reading.sqnr_db,
         )
         for reading in leaves
+        if reading.name in worst or (reading.name in tree.modules and _has_weights(totals[reading.name]))
     )
-    chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
+    if all(value is None for _, value in points):
+        return []
+    chart = BarChart("SQNR of the outputs of innermost modules, in the order of the tree", points, "dB")
+    return [Section("Drift over depth", (chart,))]
+
+
+def _worst(tree: Tree, drift: DriftReport | None) -> list[Section]:
+    """Return the section with the modules whose outputs drift most, as a list of one section, or [] without a measurement."""
+    if drift is None:
+        return []
+    worst = worst_modules(_leaves(tree, drift))[:_WORST]
+    if not worst:
+        return [Section("Worst modules", ("None: no module's output differs from the reference.",))]
     extent = modules_extent_text(drift)
     compared = f"Outputs of modules were compared in {extent}. --modules exact compares all."
-    return Section("Where it drifts", (*((compared,) if extent else ()), chart, worst_table(worst)))
+    return [Section("Worst modules", (*((compared,) if extent else ()), worst_table(worst)))]
+
+
+def _has_weights(totals: Totals) -> bool:
+    """Return whether a module or one inside it has a parameter or a persistent buffer, also if it is tied to one elsewhere."""
+    return bool(totals.nbytes or totals.tied or totals.unknown)
 
 
 def worst_table(worst: Iterable[ModuleDrift]) -> Table:
@@ -323,7 +333,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     readings = {reading.name: reading for reading in drift.modules} if drift is not None else {}
     rows = []
-    modules = [module for module in tree.walk() if module.name]
+    modules = [module for module in tree.walk() if module.name and _has_weights(stored[module.name])]
     for module in modules[:MOST_MODULES]:
         before, after = stored[module.name], planned[module.name]
         reading = readings.get(module.name)
@@ -339,7 +349,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     head += _FIGURES if drift is not None else ()
     left_out = len(modules) - len(rows)
     more = (f"{left_out:,} more modules are left out here.",) if left_out > 0 else ()
-    return Section("Every module", (Table(head, tuple(rows), 4), *more))
+    return Section("Every module with weights", (Table(head, tuple(rows), 4), *more))
 
 
 def _made_with(settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str]) -> Section:

@@ -19,8 +19,9 @@ def as_html(report: Report) -> str:
 
 
 def as_fragment(report: Report) -> str:
-    """Return only the title, the summary and the sections, for a notebook cell."""
-    return f"<div>{_page('body.html.jinja').render(report=report)}</div>"
+    """Return only the title, the tiles, the summary and the sections, for a notebook cell, with the style of the tiles."""
+    style = f"<style>{_page('tiles.css.jinja').render()}</style>" if report.tiles else ""
+    return f"<div>{style}{_page('body.html.jinja').render(report=report)}</div>"
 
 
 @cache

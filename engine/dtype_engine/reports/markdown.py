@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
+from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table, Tile
 
 _BAR = 40
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&]|:(?=//)|(?<=www)\.)", re.IGNORECASE)
@@ -15,10 +15,22 @@ _PROFILE_ROWS = 60
 
 def as_markdown(report: Report) -> str:
     """Return the report as Markdown. Names are formatted as code, so that they are not interpreted as Markdown or HTML."""
-    lines = [f"# {_text(report.title)}", "", _text(report.summary), ""]
+    lines = [f"# {_text(report.title)}", "", *_tiles(report.tiles), _text(report.summary), ""]
     for section in report.sections:
         lines += _section(section)
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _tiles(tiles: tuple[Tile, ...]) -> list[str]:
+    if not tiles:
+        return []
+    cells = [" · ".join((f"**{_text(tile.value)}**", *map(_text, tile.details))) for tile in tiles]
+    return [
+        f"| {' | '.join(_text(tile.label) for tile in tiles)} |",
+        "|---" * len(tiles) + "|",
+        f"| {' | '.join(cells)} |",
+        "",
+    ]
 
 
 def _section(section: Section) -> list[str]:

@@ -10,6 +10,7 @@ from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.reports.blocks import Identifier, Report, Section, Table
 from dtype_engine.reports.document import drift_section, rules_section, tree_section, worst_table
 from dtype_engine.reports.html import as_fragment
+from dtype_engine.reports.overview import size_tile, verdict_tile
 from dtype_engine.results.drift import DriftReport, worst_modules
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
@@ -36,14 +37,16 @@ def tree_html(tree: Tree) -> str:
 
 def drift_html(report: DriftReport) -> str:
     """Return HTML for the metrics of a measurement, and the modules that drift most."""
+    memory, tiles = report.memory, [verdict_tile(report)]
+    if memory.stored_bytes is not None and memory.planned_bytes is not None:
+        tiles.insert(0, size_tile(memory.stored_bytes, memory.planned_bytes))
     sections = [drift_section(report)]
     if worst := worst_modules(report.modules)[:_ROWS]:
-        sections.append(Section("Where it drifts", (worst_table(worst),)))
+        sections.append(Section("Worst modules", (worst_table(worst),)))
     title = f"Drift: {printable(report.model, 200)}"
     rules = ", ".join(report.rules) or "none: as stored"
-    return as_fragment(
-        Report(title, f"Rules: {printable(rules, 1000)}. {printable(report.inputs_run, 300)}.", tuple(sections))
-    )
+    words = f"Rules: {printable(rules, 1000)}. {printable(report.inputs_run, 300)}."
+    return as_fragment(Report(title, words, tuple(sections), tuple(tiles)))
 
 
 def scan_html(report: ScanReport) -> str:

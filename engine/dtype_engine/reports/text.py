@@ -181,7 +181,7 @@ def drift_text(report: DriftReport) -> str:
         lines.append(f"           over all inputs it may be {100 * error:.1f} % more or less: one standard error")
     if output.top1_agreement is not None:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        lines.append(f"same top   {top1} of positions")
+        lines.append(f"same top-1 {top1} of positions")
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         lines.append(
             f"perplexity {output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}, ln ratio "

@@ -64,7 +64,7 @@ class Verdict:
         return f"{what.removeprefix('mean ')} {scale * self.value:.4g} {sign} {scale * self.limit:.4g}{unit}"
 
 
-_WORDS = {"max_kl": ("mean KL", " nats"), "min_sqnr": ("SQNR", " dB"), "min_top1": ("same top", " %")}
+_WORDS = {"max_kl": ("mean KL", " nats"), "min_sqnr": ("SQNR", " dB"), "min_top1": ("same top-1", " %")}
 
 
 def verdicts(thresholds: Thresholds, output: OutputDrift) -> tuple[Verdict, ...]:

@@ -107,7 +107,7 @@ def test_inspect_of_a_python_file_knows_its_classes(capsys: pytest.CaptureFixtur
 def test_a_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["drift", "--cast", "*=bf16"]) == 0
     text = capsys.readouterr().out
-    for word in ("SQNR", "KL", "same top", "perplexity", "planned 1.35 MiB", "worst modules"):
+    for word in ("SQNR", "KL", "same top-1", "perplexity", "planned 1.35 MiB", "worst modules"):
         assert word in text
 
 

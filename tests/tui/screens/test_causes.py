@@ -109,7 +109,7 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "FAIL" in text
             assert "KL 0.00025 > 0.0001 nats" in text
             assert "SQNR 40 ≥ 30 dB" in text
-            assert "same top 98 < 99 %" in text
+            assert "same top-1 98 < 99 %" in text
             assert "KL 9.0e-13 nats, 128.0 dB" in text
             assert " small  no worse than llama.cpp Q8_0" in text
             assert "ready · drift: small" in text

@@ -104,7 +104,7 @@ def test_limits_are_kept_or_missed() -> None:
     limits = Thresholds(max_kl=1e-3, min_sqnr=30.0, min_top1=0.99)
     found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))
     assert [verdict.passed for verdict in found] == [True, True, False]
-    assert str(found[2]) == "same top 98 %: under the limit, 99 %"
+    assert str(found[2]) == "same top-1 98 %: under the limit, 99 %"
     assert str(found[0]) == "mean KL 0.001 nats: at most 0.001 nats"
     assert [verdict.passed for verdict in verdicts(limits, output(kl_mean=math.nan, sqnr_db=math.nan))] == [False] * 3
     assert not any(verdict.passed for verdict in verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1)))

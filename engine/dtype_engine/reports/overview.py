@@ -1,0 +1,110 @@
+"""Writes the first screen of a report: tiles about size, drift and speed, and one sentence that says what the rules cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Totals
+from dtype_engine.core.units import human_bytes, percent
+from dtype_engine.recipe import Plan
+from dtype_engine.reports.blocks import Grade, Tile
+from dtype_engine.reports.text import mix_text, parameters_text, speed_cells
+from dtype_engine.reports.text_drift import first_sentence, kl_text, sqnr_text
+from dtype_engine.reports.text_losses import headline
+from dtype_engine.results.attribution import NonFiniteDiagnosis
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.meaning import Word, meaning
+from dtype_engine.results.runs import SpeedReport
+
+_GRADES: dict[Word, Grade] = {
+    "exact": "green",
+    "under the floor": "green",
+    "invisible": "green",
+    "small": "yellow",
+    "visible": "orange",
+    "broken": "red",
+}
+_MOST_RULES = 3
+
+
+def size_tile(stored: int, planned: int) -> Tile:
+    """Return the tile with the planned and the stored bytes, and the change between them in percent."""
+    if stored == planned:
+        return Tile("size", human_bytes(stored), ("as stored",))
+    return Tile("size", f"{human_bytes(planned)} of {human_bytes(stored)}", (_change(stored, planned),))
+
+
+def _change(stored: int, planned: int) -> str:
+    if not stored:
+        return "nothing stored"
+    return f"{percent(abs(planned - stored) / stored)} % {'less' if planned < stored else 'more'}"
+
+
+def verdict_tile(drift: DriftReport | None, no_drift: str = "", nonfinite: NonFiniteDiagnosis | None = None) -> Tile:
+    """Return the tile with the word that rates a drift, and the figures behind this word.
+
+    drift: None if it was not measured; no_drift then says why. nonfinite: where values stop being finite, or None if all are
+    finite or the place is unknown.
+    """
+    if drift is None:
+        return Tile("drift", "not measured", (printable(no_drift, 200) or "no forward pass was run",))
+    output, said = drift.output, meaning(drift.output, None, drift.modules)
+    details = []
+    if output.nonfinite:
+        details.append(f"{output.nonfinite:,} of {output.elements:,} values")
+    elif output.kl_mean is not None and not math.isnan(output.kl_mean):
+        details.append(f"KL {kl_text(output, drift.sequences)} nats")
+    else:
+        details.append(f"SQNR {sqnr_text(output, drift.sequences)}")
+    if output.top1_agreement is not None:
+        details.append(f"{top1_words(drift)}: {100 * output.top1_agreement:.2f} %")
+    details.append(said.why)
+    if nonfinite is not None:  # a module may be, although the output is finite
+        details.append(f"values stop being finite {first_sentence(nonfinite)}")
+    return Tile("drift", said.word, tuple(details), _GRADES[said.word])
+
+
+def top1_words(drift: DriftReport) -> str:
+    """Return `same top-1 token` or, if the model's positions are not tokens of a text, `same top-1 class`."""
+    return f"same top-1 {'token' if drift.sequences.of_tokens else 'class'}"
+
+
+def third_tile(planned: Totals, speed: SpeedReport | None) -> Tile:
+    """Return the tile with the candidate's speed or, if that was not measured, with the parameters and their planned dtypes."""
+    row = next((row for row in speed.rows if row.what == "candidate"), None) if speed is not None else None
+    if speed is None or row is None:
+        return Tile("parameters", parameters_text(planned), (mix_text(planned) if planned.nbytes else "no weights",))
+    time, *more = speed_cells(row, speed)
+    value = next((cell for cell in more if " x " in cell), time)
+    return Tile(
+        f"speed against the {speed.rows[0].what}", value, tuple(cell for cell in (time, *more) if cell != value)
+    )
+
+
+def plain_sentence(
+    title: str, plan: Plan, drift: DriftReport | None, no_drift: str, losses: Sequence[ValueLoss] | None
+) -> str:
+    """Return one sentence with the model, the rules, the bytes that they save, and the drift that they cause."""
+    name, rules = printable(title, 60), plan.recipe.rules
+    stored, planned = human_bytes(plan.stored_bytes), human_bytes(plan.planned_bytes)
+    if not rules:
+        words = f"{name} takes {stored} as it is stored"
+    else:
+        shown = ", ".join(printable(str(rule), 100) for rule in rules[:_MOST_RULES])
+        more = f" and {len(rules) - _MOST_RULES} more" if len(rules) > _MOST_RULES else ""
+        words = f"With the rule{'s' if len(rules) > 1 else ''} {shown}{more}, {name} takes "
+        if plan.stored_bytes == plan.planned_bytes:
+            words += f"{stored}, as much as stored"
+        else:
+            words += f"{planned} instead of {stored} ({_change(plan.stored_bytes, plan.planned_bytes)})"
+    if drift is None:
+        words += f"; its drift was not measured: {(printable(no_drift, 1000) or 'no forward pass was run').rstrip('.')}"
+    else:
+        said = meaning(drift.output, None, drift.modules)
+        words += f"; its drift from the {drift.reference} reference is {said.word} ({said.why})"
+    if lost := headline(losses or ()):
+        words += f"; in the casts, {lost}"
+    return words + "."

@@ -1,0 +1,258 @@
+"""The first screen of a report answers: how large, how far off, and what else; the rest follows, the most important first."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule, RunSettings
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import make_plan
+from dtype_engine.reports.document import build_report
+from dtype_engine.reports.html import as_fragment, as_html
+from dtype_engine.reports.markdown import as_markdown
+from dtype_engine.reports.notebook import drift_html
+from dtype_engine.reports.overview import size_tile, third_tile, verdict_tile
+from dtype_engine.results.attribution import NonFiniteDiagnosis
+from dtype_engine.results.drift import DriftReport, OutputDrift
+from dtype_engine.results.runs import SpeedReport, SpeedRow
+
+MIB = 2**20
+ORDER = [
+    "Drift over depth", "Rules", "Worst modules", "Memory", "Values lost in the casts", "Drift", "Model",
+    "Every module with weights", "How it was made",
+]  # fmt: skip
+
+
+class Net(nn.Module):
+    """Layers with weights, and activations without, which drift too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(13))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[Any, DriftReport]:
+    session = de.open(Net(), inputs=(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)),))
+    session.apply(Recipe((Rule("*", "bfloat16"), Rule("head", "float16"))))
+    return session, session.drift()
+
+
+def report_of(measured: tuple[Any, DriftReport], **more: Any) -> Any:
+    session, drift = measured
+    return build_report(session.tree, session.plan, "net", RunSettings(), drift, {}, **more)
+
+
+class Outline(html.parser.HTMLParser):
+    """The tiles of a page as (classes, texts of their paragraphs), its headings in order, and the boxes around its tables."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tiles: list[tuple[set[str], list[str]]] = []
+        self.headings: list[str] = []
+        self.before: dict[str, int] = {}
+        """How many headings come before the first element of each tag."""
+        self.boxes: list[str] = []
+        self._stack: list[tuple[str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        classes = dict(attributes).get("class") or ""
+        self.before.setdefault(tag, len(self.headings))
+        if tag == "table":
+            self.boxes.append(self._stack[-1][1])
+        if "dtype-tile" in classes.split():
+            self.tiles.append((set(classes.split()), []))
+        if tag not in ("meta", "rect", "line"):
+            self._stack.append((tag, classes))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("meta", "rect", "line"):
+            assert self._stack.pop()[0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._stack and self._stack[-1][0] == "h2":
+            self.headings.append(data)
+        if any("dtype-tile" in classes.split() for _, classes in self._stack) and data.strip():
+            self.tiles[-1][1].append(data)
+
+
+def output(sqnr_db: float = 40.0, **more: Any) -> OutputDrift:
+    figures: dict[str, Any] = {
+        "elements": 10,
+        "mean_abs": 0.1,
+        "max_abs": 1.0,
+        "cosine": 1.0,
+        "nonfinite": 0,
+        "positions": 16,
+    }
+    return OutputDrift(**figures | {"rel_l2": 10 ** (-sqnr_db / 20), "sqnr_db": sqnr_db} | more)
+
+
+@pytest.mark.parametrize(
+    ("drift", "word", "grade", "figure"),
+    [
+        (output(math.inf, max_abs=0.0), "exact", "green", "SQNR exact"),
+        (output(kl_mean=2e-5, top1_agreement=0.9991), "invisible", "green", "KL 2.000e-05 nats"),
+        (output(60.0), "invisible", "green", "SQNR 60.00 dB"),
+        (output(kl_mean=1e-3, kl_mean_se=2e-5, top1_agreement=0.98), "small", "yellow", "KL 1.000e-03 ± 2e-05 nats"),
+        (output(kl_mean=2e-2, top1_agreement=0.93), "visible", "orange", "KL 2.000e-02 nats"),
+        (output(2.0), "broken", "red", "SQNR 2.00 dB"),
+        (output(math.nan, nonfinite=4), "broken", "red", "4 of 10 values"),
+    ],
+)
+def test_a_verdict_is_a_word_with_its_figures_and_a_colour(
+    measured: Any, drift: OutputDrift, word: str, grade: str, figure: str
+) -> None:
+    report = dataclasses.replace(measured[1], output=drift, modules=())
+    made = report_of((measured[0], report))
+    (_, _), (classes, words), _ = Outline(as_html(made)).tiles
+    assert classes == {"dtype-tile", f"dtype-{grade}"}
+    assert words[:3] == ["drift", word, figure]
+    assert ("same top-1 class: 98.00 %" in words) == (drift.top1_agreement == 0.98)
+    assert f"drift from the float32 reference is {word} (" in made.summary
+    text = as_markdown(made).splitlines()
+    assert [line.count("|") for line in text[2:5]] == [4, 4, 4]
+    assert f"| **{word}** · {figure}" in text[4]
+    style = as_html(made).partition("</style>")[0]
+    assert re.search(rf"\.dtype-{grade} {{ border-left-color: #\w{{6}}; }}", style)
+
+
+def test_what_was_not_measured_has_no_colour_and_says_why() -> None:
+    tree = Tree([TensorInfo("a.w", (4, 4), "float32")])
+    made = build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}, "it has no forward pass")
+    size, drift, parameters = Outline(as_html(made)).tiles
+    assert size == ({"dtype-tile"}, ["size", "64 B", "as stored"])
+    assert drift == ({"dtype-tile"}, ["drift", "not measured", "it has no forward pass"])
+    assert parameters == ({"dtype-tile"}, ["parameters", "16", "f32"])
+    assert made.summary == "m takes 64 B as it is stored; its drift was not measured: it has no forward pass."
+
+
+def test_values_that_are_not_finite_are_named_with_their_place(measured: Any) -> None:
+    found = NonFiniteDiagnosis(
+        "activation", "a.b", "a.b", "pow", "float16", 65504.0, (), 700.0, 4.9e5, ("head=bfloat16",)
+    )
+    broken = dataclasses.replace(measured[1], output=output(math.nan, nonfinite=4))
+    assert verdict_tile(broken, "", found).details[1:] == (
+        "not finite",
+        "values stop being finite first in a.b: pow in float16",
+    )
+    headings = Outline(as_html(report_of((measured[0], broken), nonfinite=found))).headings
+    assert headings.index("Where values stop being finite") == headings.index("Memory") + 1
+
+
+def test_the_size_is_planned_of_stored() -> None:
+    assert size_tile(100 * MIB, 57 * MIB).details == ("43 % less",)
+    assert size_tile(100 * MIB, 57 * MIB).value == "57.00 MiB of 100.00 MiB"
+    assert size_tile(100 * MIB, 150 * MIB).details == ("50 % more",)
+    assert size_tile(10**9, 10**9 - 1).details == ("<1 % less",)
+    assert size_tile(5, 5).value == "5 B"
+
+
+def test_the_third_tile_is_the_speed_if_it_was_measured(measured: Any) -> None:
+    rows = tuple(
+        SpeedRow(what, "bf16", seconds, seconds, seconds, 3, None, False)
+        for what, seconds in (("reference", 0.2), ("candidate", 0.1))
+    )
+    speed = SpeedReport("m", "cpu", 1, (), "inputs", rows)
+    tile = Outline(as_html(report_of(measured, speed=speed))).tiles[2][1]
+    assert tile == ["speed against the reference", "2.00 x as fast", "100.0 ms (100.0 ms to 100.0 ms, 3 passes)"]
+    planned = measured[0].tree.totals(measured[0].plan.dtypes)[""]
+    assert third_tile(planned, None).details == ("bf16 97 % · f16 3 %",)
+
+
+def test_the_sentence_says_what_the_rules_cost(measured: Any) -> None:
+    session, drift = measured
+    stored = sum(tensor.numel * 4 for tensor in session.tree.tensors.values())
+    assert report_of(measured).summary.startswith(
+        f"With the rules *=bfloat16, head=float16, net takes {stored / 2048:.2f} KiB instead of {stored / 1024:.2f} KiB "
+        f"(50 % less); its drift from the {drift.reference} reference is "
+    )
+    many = make_plan(session.tree, Recipe(tuple(Rule(f"blocks.{index}", "bfloat16") for index in range(5))))
+    text = build_report(session.tree, many, "net", RunSettings(), drift, {}).summary
+    assert "blocks.0=bfloat16, blocks.1=bfloat16, blocks.2=bfloat16 and 2 more, net takes" in text
+
+
+def test_both_formats_have_the_tiles_the_sentence_and_the_sections_in_one_order(measured: Any) -> None:
+    made = report_of(measured)
+    page, text = Outline(as_html(made)), as_markdown(made)
+    assert page.headings == ORDER
+    assert re.findall(r"^## (.*)$", text, re.MULTILINE) == ORDER
+    assert page.before["table"] == ORDER.index("Rules") + 1  # and no table comes before the plot
+    assert page.before["svg"] == 1
+    lines = [line for line in text.splitlines() if line]
+    assert lines[0] == "# net"
+    assert [line[:2] for line in lines[1:4]] == ["| ", "|-", "| "]
+    assert lines[4].startswith("With the rules")
+    assert lines[5] == "## Drift over depth"
+
+
+def test_a_module_without_weights_is_listed_only_among_the_worst(measured: Any) -> None:
+    _, drift = measured
+    low = [dataclasses.replace(each, sqnr_db=1.0) if each.name == "blocks.4.1" else each for each in drift.modules]
+    made = report_of((measured[0], dataclasses.replace(drift, modules=tuple(low))))
+    worst = {section.title: section for section in made.sections}["Worst modules"].blocks[-1]
+    listed = {row[0] for row in worst.rows}
+    without = {f"blocks.{index}.1" for index in range(13)}
+    assert "blocks.4.1" in listed
+    assert without - listed
+    others = tuple(section for section in made.sections if section.title != "Worst modules")
+    rest = as_markdown(dataclasses.replace(made, sections=others))
+    for name in without:
+        assert (f"{name} " in rest) == (name in listed), name  # the plot has the worst
+        assert f"`{name}`" not in rest
+
+
+def test_a_page_suits_a_phone_and_paper(measured: Any) -> None:
+    text = as_html(report_of(measured))
+    assert 'name="viewport" content="width=device-width, initial-scale=1"' in text
+    assert set(Outline(text).boxes) == {"wide"}
+    style = text.partition("<style>")[2].partition("</style>")[0]
+    assert ".wide { overflow-x: auto; }" in style
+    on_paper = style.partition("@media print {")[2]
+    for rule in ("color: #000; background: #fff", "break-inside: avoid", ".wide { overflow: visible; }"):
+        assert rule in on_paper
+    assert "viewBox" not in text  # a picture that is scaled down has texts too small to read
+    assert all('width="100%"' in picture for picture in re.findall(r"<svg[^>]*>", text))
+
+
+def test_a_notebook_has_the_same_tiles(measured: Any) -> None:
+    _, drift = measured
+    shown = Outline(drift_html(drift)).tiles
+    assert shown == Outline(as_html(report_of(measured))).tiles[:2]
+    assert "<style>.dtype-tiles" in drift_html(drift)
+    assert "<style>" not in as_fragment(dataclasses.replace(report_of(measured), tiles=()))
+
+
+def test_an_image_classifier_has_classes_and_a_text_model_tokens(measured: Any) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model = ViTForImageClassification(ViTConfig(**sizes, image_size=16, patch_size=8, num_labels=5)).eval()
+    session = de.open(model, inputs={"pixel_values": torch.randn(2, 3, 16, 16)})
+    session.cast("*", "bfloat16")
+    drift = session.drift()
+    text = as_markdown(report_of((session, drift)))
+    assert "same top-1 class: " in text
+    assert "| same top-1 class |" in text
+    assert "token" not in text
+    of_tokens = dataclasses.replace(drift, sequences=dataclasses.replace(drift.sequences, of_tokens=True))
+    assert "same top-1 token: " in as_markdown(report_of((session, of_tokens)))
