@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -54,7 +55,7 @@ class ChoiceScreen(ModalScreen[Result]):
         """The widget that shows the lines, as opposed to any widget for messages that a subclass adds."""
         return self.query_one("VerticalScroll > Static", Static)
 
-    def draw(self) -> Text:
+    def draw(self) -> Text | Table:
         """Return the text of all lines, each of which begins with its `marker`."""
         raise NotImplementedError
 

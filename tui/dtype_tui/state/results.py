@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from dtype_tui.rendering.loss_text import loss_marks
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.losses import ValueLoss
 
@@ -51,6 +51,8 @@ class Results:
     """
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
+    partial_causes: PartialAttribution | None = None
+    """The causes found so far by a measurement of causes that is running or was stopped. None once `causes` is known."""
     failure: str | None = None
     """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None

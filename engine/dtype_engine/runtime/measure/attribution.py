@@ -211,8 +211,10 @@ class Attribution:
 
     def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
         """Return the contribution of each module to the drift. If there are too many modules, measure subtrees instead, and split
-        those that drift most. run: a function that measures some modules or subtrees. whole: the drift of the whole recipe. on_part:
-        called after each measurement.
+        those that drift most.
+
+        run: a function that measures some modules or subtrees. whole: the drift of the whole recipe. on_part: called after each
+        measurement.
         """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
