@@ -84,6 +84,12 @@ def chosen(app: DtypeApp) -> str:
     return marked_line(app).split()[1]
 
 
+def place(app: DtypeApp) -> int:
+    """Index of the marked line in a window of lines to choose from."""
+    view: Any = app.screen
+    return int(view.index)
+
+
 def row(app: DtypeApp) -> int:
     return app.screen.query_one(DataTable).cursor_row
 

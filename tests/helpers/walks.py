@@ -29,6 +29,7 @@ from tests.helpers.observations import (
     on_page,
     opened,
     pane,
+    place,
     point,
     press,
     row,
@@ -41,7 +42,7 @@ from tests.helpers.observations import (
     wait_after,
 )  # fmt: skip
 from tests.helpers.recording_engine import engine
-from tests.helpers.scenes import MIXED, SCENES, Scene, after, measuring, mixed, queued, ready, scanned, with_event
+from tests.helpers.scenes import DOWN, MIXED, SCENES, Scene, after, measuring, mixed, queued, ready, scanned, with_event
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
@@ -397,9 +398,19 @@ OTHER_PLACES = (
         "In drift over depth",
         with_event(after(mixed, "d"), many_causes),
         (
-            wait_after(on_page(lambda page: page.query_one(VerticalScroll).max_scroll_y > 0)),
-            Key("j", scrolled, 1),
-            Key("k", scrolled, 0),
+            Key("down", chosen, "model.layers.2.mlp.up_proj"),
+            Key("up", chosen, DOWN),
+            Key("j", chosen, "model.layers.2.mlp.up_proj"),
+            Key("k", chosen, DOWN),
+            Key("pagedown", place, 10),
+            Key("ctrl+f", place, 20),
+            Key("pageup", place, 10),
+            Key("ctrl+b", place, 0),
+            Key("x", last_rule, f"{DOWN}=float32"),
+            Key("u", last_rule, "model.layers.{4..5}.mlp=float8_e4m3fn"),
+            press("j"),
+            Key("enter", cursor, "model.layers.2.mlp.up_proj"),
+            press("d"),
             Key("escape", top, "MainScreen"),
             press("d"),
             Key("q", top, "MainScreen"),

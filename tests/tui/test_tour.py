@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.helpers.observations import cursor, rules, top
+from tests.helpers.observations import rules, top
 from tests.helpers.recording_engine import engine, make_app, report, running, say
-from tests.helpers.scenes import ready, scanned
+from tests.helpers.scenes import DOWN, causes, ready, scanned
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.pilot import Pilot
 
@@ -48,45 +48,54 @@ async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pyte
     app = make_app(begins_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
-        number = 1
-        for keys in ([*["down"] * 5, "right"], ["2"]):
-            await came_to(app, pilot, number)
-            await pilot.press(*keys)
-            number += 1
+        await came_to(app, pilot, 1)
+        await pilot.press(*["down"] * 5, "2")
         assert rules(app) == ["model.layers.1=bfloat16"]
-        assert step(app) == number - 1, "it waits for the engine"
+        assert step(app) == 1, "it waits for the engine"
         await measured(app, pilot)
-        await came_to(app, pilot, number)
-        await pilot.press("w")
-        assert cursor(app) == "model.layers.3"
-        number += 1
-        for keys in (["u"], ["c"], ["tab", "enter"], ["s"], ["enter"]):
-            await came_to(app, pilot, number)
-            await pilot.press(*keys)
-            number += 1
-        assert rules(app) == ["model.layers.*=bfloat16"]
+        await came_to(app, pilot, 2)
+        await pilot.press("c", "tab", "enter")
+        assert rules(app)[-1] == "model.layers.*=bfloat16"
+        await measured(app, pilot)
+        await came_to(app, pilot, 3)
+        await pilot.press("d")
+        await pilot.pause()
+        assert (step(app), top(app)) == (3, "CausesScreen"), "it waits for the causes"
+        await say(app, pilot, causes(app), events.Idle())
+        await came_to(app, pilot, 4)
+        await pilot.press("x")
+        assert rules(app)[-1] == f"{DOWN}=float32"
+        await measured(app, pilot)
+        await came_to(app, pilot, 5)
+        assert "Esc closes this window." in screen(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: "Esc closes" not in screen(app), 5)
+        await pilot.press("H")
+        await pilot.pause()
+        assert "Esc closes this window." not in screen(app), "the step goes through it"
+        await pilot.press("c", "j")
+        assert step(app) == 5
+        await pilot.press("c")
+        await came_to(app, pilot, 6)
+        await pilot.press("escape", "escape", "s", "enter")
         assert engine(app).commands[-1].startswith("scan ")
-        await came_to(app, pilot, number)
         await pilot.press("question_mark")
         await pilot.pause()
-        assert (step(app), top(app)) == (number, "HelpScreen"), "it waits for the scan"
+        assert (step(app), top(app)) == (6, "HelpScreen"), "it waits for the scan"
         await say(app, pilot, scanned(app), events.Idle())
-        number += 1
-        for keys in (["escape", "o"], ["left"]):
-            await came_to(app, pilot, number)
-            await pilot.press(*keys)
-            number += 1
+        await came_to(app, pilot, 7)
+        await pilot.press("escape", "o", "left")
         await until(pilot, lambda: app.screen.recipe is not None)  # type: ignore[attr-defined]
-        assert step(app) == number - 1, "it waits for Enter"
+        assert step(app) == 7, "it waits for Enter"
         await pilot.press("enter")
         assert len(rules(app)) > 1
         await measured(app, pilot)
-        for keys in (["escape", "e"], ["down", "enter"]):
-            await came_to(app, pilot, number)
-            await pilot.press(*keys)
-            number += 1
+        await came_to(app, pilot, 8)
+        assert "Esc closes this window." in screen(app)
+        await pilot.press("escape", "e", "down", "enter")
         assert isinstance(engine(app).saves[-1], RecipeRequest)
-        await came_to(app, pilot, len(STEPS))
+        await until(pilot, lambda: "That is all." in screen(app), 5)
+        assert len(STEPS) == 8
         await pilot.press("ctrl+t")
         await pilot.pause()
         assert (step(app), len(app.query(TourPanel))) == (0, 0)
@@ -96,11 +105,15 @@ async def test_a_step_waits_for_its_key_and_other_keys_work() -> None:
     app = make_app(begins_tour=True)
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
-        await pilot.press("2", "question_mark")
+        await pilot.press("4", "question_mark")
         await pilot.pause()
-        assert (rules(app), top(app), step(app)) == (["*=bfloat16"], "HelpScreen", 1)
+        assert (rules(app), top(app), step(app)) == (["*=float64"], "HelpScreen", 1)
         assert len(app.screen.query(TourPanel)) == 1, "over a window, too"
-        await pilot.press("escape", "l")
+        assert "Esc closes this window." in screen(app)
+        await pilot.press("escape")
+        await until(pilot, lambda: "Esc closes" not in screen(app), 5)
+        await pilot.press("l", "2")
+        await measured(app, pilot)
         await came_to(app, pilot, 2)
 
 
@@ -109,13 +122,19 @@ async def test_a_window_left_too_soon_is_asked_for_again() -> None:
     async with running(app, SMALL) as pilot:
         await ready(app, pilot)
         assert app.guide.tour is not None
-        app.guide.tour.index = 4
-        await pilot.press("c")
-        await came_to(app, pilot, 6)
+        app.guide.tour.index = 2
+        await pilot.press("2")
+        await measured(app, pilot)
+        await pilot.press("d")
+        await say(app, pilot, causes(app), events.Idle())
+        await came_to(app, pilot, 4)
         await pilot.press("escape")
+        await came_to(app, pilot, 3)
+        await pilot.press("d")
+        await came_to(app, pilot, 4)
+        await pilot.press("x")
+        await measured(app, pilot)
         await came_to(app, pilot, 5)
-        await pilot.press("c", "enter")
-        await came_to(app, pilot, 7)
 
 
 def test_a_person_is_through_in_two_minutes() -> None:
@@ -142,11 +161,11 @@ async def test_keys_that_were_put_elsewhere_are_named() -> None:
         await ready(app, pilot)
         assert "f7 and Up" in screen(app)
         assert "f9 leaves it" in screen(app)
-        await pilot.press(*["f7"] * 5, "right")
-        await came_to(app, pilot, 2)
-        assert "f6 casts the node under the" in screen(app)
-        await pilot.press("f6")
+        assert "f6 casts it" in " ".join(screen(app).split())
+        await pilot.press(*["f7"] * 5, "f6")
         assert len(rules(app)) == 1
+        await measured(app, pilot)
+        await came_to(app, pilot, 2)
         await pilot.press("f9")
         assert step(app) == 0
 

@@ -12,7 +12,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.runs import Generation
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import AttributeDrift, Cancel, Generate
+from dtype_engine.worker.commands import AttributeDrift, Generate
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.base import Pane
@@ -104,7 +104,7 @@ class Windows:
         self._push(screen, lambda measured: measured is not None and go_back_to(measured))
 
     def causes(self) -> None:
-        """Open the plot of drift over depth. If the causes of the drift are unknown, measure them."""
+        """Open the plot of drift over depth, in which the user can go to a cause. If the causes are unknown, measure them."""
         controller, experiment = self._controller, self._experiment
         if experiment.results.report is None:
             why = experiment.model.no_forward or "causes need a complete measurement: m measures"
@@ -114,8 +114,8 @@ class Windows:
             controller.ask(AttributeDrift())
         from dtype_tui.screens.causes import CausesScreen
 
-        stop = Cancel("causes")
-        self._push(CausesScreen(experiment, controller.activity, lambda: controller.engine.request(stop)))
+        go_to = self._tree.go_to
+        self._push(CausesScreen(controller), lambda module: module is not None and go_to(module))
 
     def inputs(self, set_inputs: Callable[[str], None]) -> None:
         """Open the window of the model's inputs. set_inputs: called with the line in which the user names other inputs."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import unchanged
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.export.contents import Contents
+    from dtype_engine.runtime.measure.attribution import OnCauses
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
     from dtype_engine.runtime.session.session import Session
@@ -145,9 +147,11 @@ def causes(
     over: Over,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
+    on_causes: OnCauses = ignore,
 ) -> AttributionReport:
     """Measure on a pool how much of the drift each module causes, and return the report. With the same number of threads, it equals
-    the report of `Session.causes` to the last bit. `on_progress(done, total)` counts modules or subtrees.
+    the report of `Session.causes` to the last bit. `on_progress(done, total)` counts modules or subtrees, and
+    `on_causes` is called after each with the contributions found so far.
     """
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
@@ -162,7 +166,8 @@ def causes(
             yield index, result.value
 
     with unchanged(session.model.identities):
-        return Attribution(session.model, session.inputs, settings, rules).report(on_progress, cancelled, elsewhere)
+        attribution = Attribution(session.model, session.inputs, settings, rules)
+        return attribution.report(on_progress, cancelled, elsewhere, on_causes)
 
 
 def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:

@@ -90,6 +90,18 @@ class AttributionReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PartialAttribution:
+    """The contributions found so far, while modules or subtrees are still being measured."""
+
+    report: AttributionReport
+    """The report on the modules and subtrees that have been measured. Only these count in `together`, `passes` and `seconds`."""
+    done: int
+    """How many measurements have finished."""
+    total: int
+    """How many measurements there are in all."""
+
+
+@dataclass(frozen=True, slots=True)
 class NonFiniteDiagnosis:
     """The place where values stop being finite, and rules that prevent it.
 

@@ -181,6 +181,13 @@ class NonfiniteFound(Event, frozen=True):
     found: dtype_engine.results.attribution.NonFiniteDiagnosis
 
 
+class AttributionGrown(Event, frozen=True):
+    """Reports the modules that `AttributeDrift` has measured so far, while it runs."""
+
+    recipe: Recipe
+    found: dtype_engine.results.attribution.PartialAttribution
+
+
 class AttributionReady(Event, frozen=True):
     """Reports the modules in which the drift arises: the answer to `AttributeDrift`."""
 
@@ -368,6 +375,7 @@ REPLACEABLE = (
     CastingProgress,
     MeasuringProgress,
     WorkingProgress,
+    AttributionGrown,
     TextGrown,
     SavingProgress,
     OutputMeasured,

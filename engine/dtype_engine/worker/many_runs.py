@@ -21,7 +21,7 @@ from dtype_engine.worker.opening import OpenModel
 if TYPE_CHECKING:
     from dtype_engine.evaluation.work import Over
     from dtype_engine.evaluation.workers import Workers
-    from dtype_engine.results.attribution import AttributionReport
+    from dtype_engine.results.attribution import AttributionReport, PartialAttribution
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.session.session import Session
 
@@ -88,14 +88,21 @@ class ManyRuns:
         """Return the modules in which the drift of the session's recipe arises. recipe: this recipe, which progress events name.
         Raises the errors of `Session.causes`.
         """
+        throttle = Throttle()
+
+        def on_causes(found: PartialAttribution) -> None:
+            if throttle.due():
+                self._emit(events.AttributionGrown(recipe, found))
+
         with self._over(session, session.plan.planned_bytes) as over:
             if over is None:
-                return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)
+                progress = partial(self._progress(recipe), "running each module as cast by itself")
+                return session.causes(progress, token, on_causes)
             from dtype_engine.evaluation import work
 
             by = plural(over.pool.workers, "worker")
             self._emit(events.WorkingProgress(recipe, f"causes: {by} and the reference", 0, 1))
-            return work.causes(session, over, self._reporter(recipe, "causes", over), token)
+            return work.causes(session, over, self._reporter(recipe, "causes", over), token, on_causes)
 
     def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
         """Measure the recipes in `command` and emit each result. At the end, cast the session to `recipe`, the current one, again.

@@ -22,6 +22,9 @@ def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> 
     assert causes.recipe == BRAIN
     assert causes.report.whole == pytest.approx(measured.report.output.kl_mean, rel=1e-6)
     assert short.of(events.NoiseFloorMeasured) == [floor]
+    told = short.of(events.AttributionGrown)
+    assert told
+    assert all(one.recipe == BRAIN and set(one.found.report.causes) <= set(causes.report.causes) for one in told)
 
 
 def test_causes_stop_and_the_next_question_is_answered(short: RecordedEngine) -> None:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
+from tests.helpers.observations import chosen, cursor, marked_line
 from tests.helpers.recording_engine import engine, make_app, report, running, say
 from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.reports.text_drift import causes_headline
-from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import (
+    AttributionReport,
+    Contribution,
+    NoiseFloor,
+    NonFiniteDiagnosis,
+    PartialAttribution,
+)
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
@@ -24,6 +34,7 @@ from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.node_rules import reference_rule
 from dtype_tui.widgets.module_tree import ModuleTree
 
 pytestmark = pytest.mark.slow
@@ -92,6 +103,108 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await pilot.press("escape")
         assert engine(app).commands[-2:] == ["causes", "cancel causes"]
         assert not isinstance(app.screen, CausesScreen)
+
+
+def found_so_far(recipe: Recipe, *names: str) -> events.AttributionGrown:
+    """The first of 48 modules are measured, each with a smaller drift than the one before."""
+    parts = tuple(Contribution(name, 1, 1e-4 / 2**at, 0.5 / 2**at, 40.0 + at) for at, name in enumerate(names))
+    told = dataclasses.replace(CAUSES, causes=parts, together=sum(part.drift for part in parts))
+    return events.AttributionGrown(recipe, PartialAttribution(told, len(names), 48))
+
+
+UP = "model.layers.2.mlp.up_proj"
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_causes_appear_as_they_are_found_and_stay_where_they_are_stopped(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await measured(app, pilot)
+        await pilot.press("d")
+        await say(app, pilot, found_so_far(BF16, UP))
+        assert "Drift over depth: 1 of 48" in screen(app)
+        assert marked_line(app).startswith(f"› {UP}")
+        assert "So far: 50.0 % of the output's drift enters" in screen(app)
+        await say(app, pilot, found_so_far(BF16, DOWN, UP))
+        assert "Drift over depth: 2 of 48" in screen(app)
+        assert chosen(app) == DOWN, "the cursor is at the top until it is moved"
+        await pilot.press("down")
+        assert chosen(app) == UP
+        await say(app, pilot, found_so_far(BF16, DOWN, "lm_head", UP))
+        assert chosen(app) == UP, "it stays on its module"
+        await pilot.press("escape")
+        assert engine(app).commands[-1] == "cancel causes"
+        await say(app, pilot, events.Stopped(BF16, "causes"), events.Idle())
+        assert isinstance(app.screen, CausesScreen)
+        assert "Drift over depth: stopped after 3 of 48" in screen(app)
+        assert "lm_head" in screen(app)
+        await pilot.press("escape")
+        assert not isinstance(app.screen, CausesScreen)
+        await pilot.press("d")
+        assert "lm_head" in screen(app), "what was found is kept until the new measurement finds something"
+        await say(app, pilot, found_so_far(BF16, UP), events.AttributionReady(BF16, CAUSES), events.Idle())
+        assert "of 48" not in screen(app)
+        assert f"62.0 % of the output's drift enters at {DOWN}" in screen(app)
+
+
+async def test_enter_goes_to_the_module() -> None:
+    app = make_app()
+    async with running(app, SMALL) as pilot:
+        await measured(app, pilot)
+        await pilot.press("d", "enter")
+        assert isinstance(app.screen, CausesScreen), "no module is found yet"
+        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        await pilot.press("j", "enter")
+        await pilot.pause()
+        assert not isinstance(app.screen, CausesScreen)
+        assert cursor(app) == UP
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_a_module_is_put_back_and_the_causes_are_measured_again(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await measured(app, pilot)
+        await pilot.press("d")
+        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
+        before = app.controller.experiment.plan.planned_bytes
+        await pilot.press("x")
+        await pilot.pause()
+        put_back = BF16.then(Rule(DOWN, "float32"))
+        assert app.controller.experiment.recipe == put_back
+        weight = 2 * app.controller.experiment.tree.tensors[f"{DOWN}.weight"].numel
+        assert app.controller.experiment.plan.planned_bytes == before + weight
+        assert notices(app)[-1].startswith(f"{DOWN} is in float32 again: {human_bytes(weight)} more, ")
+        assert (engine(app).recipes[-1], engine(app).commands[-1]) == (put_back, "causes")
+        assert "put back" in marked_line(app)
+        assert screen(app).count("put back") == 1
+        await pilot.press("x")
+        assert app.controller.experiment.recipe == put_back
+        assert notices(app)[-1] == f"{DOWN} already has the reference's dtype"
+        await pilot.press("u")
+        assert app.controller.experiment.recipe == BF16
+        assert "put back" not in screen(app)
+        assert f"› {DOWN[:20]}" in screen(app), "the causes under these rules are known"
+        assert engine(app).commands[-1] == "cancel causes"
+        await pilot.press("x")
+        await measured(app, pilot, put_back)
+        await say(app, pilot, found_so_far(put_back, UP))
+        assert "put back" in marked_line(app), "until all of the causes are known again"
+        after = dataclasses.replace(CAUSES, causes=CAUSES.causes[1:])
+        await say(app, pilot, events.AttributionReady(put_back, after), events.Idle())
+        assert "put back" not in screen(app)
+        assert chosen(app) == UP
+        await pilot.press("escape")
+        assert not isinstance(app.screen, CausesScreen)
+
+
+def test_a_node_is_put_back_to_what_the_reference_has() -> None:
+    tensors = (
+        ("narrow", "bfloat16"), ("single", "float32"), ("double", "float64"), ("both.a", "float64"), ("both.b", "bfloat16"),
+    )  # fmt: skip
+    tree = Tree([TensorInfo(f"{name}.weight", (4, 4), dtype) for name, dtype in tensors])
+    rules = [str(reference_rule(tree, name)) for name in ("narrow", "single", "double", "both", "")]
+    assert rules == ["narrow=float32", "single=float32", "double=stored", "both=float32", "*=float32"]
 
 
 async def test_limits_and_floor_stand_in_the_drift_pane() -> None:

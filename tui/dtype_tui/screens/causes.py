@@ -6,33 +6,43 @@ import math
 from collections.abc import Callable
 from typing import ClassVar
 
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
+from textual.geometry import Region
 from textual.widgets import Static
 
 from dtype_engine.core.units import decibels
+from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_headline, share_words
-from dtype_engine.results.attribution import AttributionReport
+from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import AttributeDrift, Cancel
 from dtype_tui.rendering.canvas import Series, linear_axes, plot
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plain_table import PlainTable
+from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.state.activity import Activity
+from dtype_tui.state.controller import Controller
 from dtype_tui.state.depth import depth_label
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.node_rules import reference_rule
+from dtype_tui.state.results import Results
+from dtype_tui.widgets.cursor import cursor_style
 
 _MOST_ROWS = 200
+_STOPPED = "Stopped: close this and press d again."
 
 
-class CausesScreen(ModalScreen[None]):
+class CausesScreen(ChoiceScreen[str]):
     """Plots the SQNR of every module's output in the order of the forward pass, in two series: under the whole recipe, and with
-    only the module itself cast. A table lists the causes of the drift. stop: called to stop the measurement of causes.
+    only the module itself cast. Lists the causes of the drift as they are found. The user goes to one in the tree, which is the
+    result of the window, or puts it back to the reference's dtype.
     """
+
+    HEADING = "Drift over depth"
 
     DEFAULT_CSS = """
     CausesScreen { align: center middle; }
@@ -41,70 +51,148 @@ class CausesScreen(ModalScreen[None]):
     CausesScreen #legend { height: 1; }
     CausesScreen #headline { height: auto; }
     CausesScreen VerticalScroll { height: 3fr; scrollbar-size-vertical: 1; }
-    CausesScreen VerticalScroll > Static { height: auto; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,d", "leave", "Close, and stop the measurement of causes"),
-        Binding("j", "scroll(1)", "Down", show=False),
-        Binding("k", "scroll(-1)", "Up", show=False),
+        Binding("up,k", "move(-1)", "The module above"),
+        Binding("down,j", "move(1)", "The module below"),
+        Binding("pageup,ctrl+b", "page(-1)", "Ten modules up"),
+        Binding("pagedown,ctrl+f", "page(1)", "Ten modules down"),
+        Binding("enter", "go", "Go to the module in the tree"),
+        Binding("x", "put_back", "Put the module back to the reference's dtype"),
+        Binding("u", "undo", "Undo"),
+        Binding("escape", "leave", "Stop measuring and keep the causes found so far; then close"),
+        Binding("q,d", "close_and_stop", "Close, and stop the measurement of causes"),
     ]
 
-    def __init__(self, experiment: Experiment, activity: Activity, stop: Callable[[], None]) -> None:
-        super().__init__()
-        self._stop_causes = stop
-        self._refused = False
-        self._experiment = experiment
-        self._activity = activity
-        self._shown: AttributionReport | None = None
+    def __init__(self, controller: Controller) -> None:
+        super().__init__(1)
+        self._controller = controller
+        self._experiment = controller.experiment
+        self._ended = ""
+        """Why no causes are being measured, as a sentence, or "" if they are being measured or known."""
+        self._before: tuple[Recipe, Results] | None = None
+        """The recipe and the results from before the user changed the recipe in this window. They are shown until the causes under
+        the new recipe are known.
+        """
+        self._chosen: str | None = None
+        """The name of the module under the cursor, or None while the user has not moved the cursor, which then stays at the top."""
+        self._drawn: tuple[AttributionReport, Recipe] | None = None
+        """The report and the recipe for which the list was last drawn."""
 
     def compose(self) -> ComposeResult:
-        with Vertical() as box:
-            box.border_title = "Drift over depth"
-            box.border_subtitle = "Esc closes"
+        with Vertical():
             yield Static(id="legend", markup=False)
             yield Static(id="plot", markup=False)
             yield Static(id="headline", markup=False)
-            with VerticalScroll():
+            with VerticalScroll(can_focus=False):
                 yield Static(id="causes", markup=False)
 
     def on_mount(self) -> None:
-        self.query_one(VerticalScroll).focus()
         self.show_figures()
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._plot)
 
+    # -- what is shown -------------------------------------------------------------------------------------------
+
+    @property
+    def _results(self) -> Results:
+        now = self._experiment.results
+        return now if now.causes is not None or self._before is None else self._before[1]
+
+    @property
+    def _report(self) -> AttributionReport | None:
+        """The causes to show, which may be only those found so far, or None if there are none yet."""
+        results = self._results
+        return results.causes or (results.partial_causes.report if results.partial_causes is not None else None)
+
+    @property
+    def _rows(self) -> tuple[Contribution, ...]:
+        return self._report.causes[:_MOST_ROWS] if self._report is not None else ()
+
+    @property
+    def _measuring(self) -> bool:
+        return self._experiment.results.causes is None and not self._ended and self._controller.activity.busy
+
     def show_figures(self) -> None:
-        """Show the causes once they are measured. Until then, show the progress of the measurement."""
-        report = self._experiment.results.causes
+        """Show the causes found so far, and the progress of their measurement."""
+        self._show_title()
+        report = self._report
         if report is None:
-            what, share = self._activity.now()
-            words = f"{what}…"
-            if not what:
-                words = (
-                    "No causes: they could not be measured."
-                    if self._refused
-                    else "Stopped: close this and press d again."
-                )
-            if share is not None:
-                words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
-            if what and "causes" in self._activity.waiting:
-                words = f"The causes follow, after: {words}"
-            self.query_one("#headline", Static).update(Text(words, style="dim"))
-        elif report is not self._shown:
-            self._shown = report
-            headline = Text(causes_headline(report), style="bold")
-            headline.append(f"\n{causes_footing(report)}", style="not bold dim")
-            self.query_one("#headline", Static).update(headline)
-            self.query_one("#causes", Static).update(_table(report))
+            self.query_one("#headline", Static).update(Text(self._progress(), style="dim"))
+            return
+        headline = Text(causes_headline(report), style="bold")
+        footing = causes_footing(report)
+        if self._experiment.results.causes is None:
+            headline = Text(f"{'So far' if self._before is None else 'Before'}: ", style="bold") + headline
+            footing = self._progress()
+        headline.append(f"\n{footing}", style="not bold dim")
+        self.query_one("#headline", Static).update(headline)
+        if (report, self._experiment.recipe) != self._drawn:
+            self._drawn = report, self._experiment.recipe
+            names = [cause.name for cause in self._rows]
+            self._count = max(1, len(names))
+            self.index = names.index(self._chosen) if self._chosen in names else min(self.index, self._count - 1)
+            self.redraw()
             self._plot()
 
+    def _show_title(self) -> None:
+        box, results = self.query_one(Vertical), self._experiment.results
+        box.border_title = self.HEADING
+        if results.causes is None and (found := results.partial_causes) is not None:
+            stopped = "" if self._measuring else "stopped after "
+            box.border_title = f"{self.HEADING}: {stopped}{found.done} of {found.total}"
+        stops = self._measuring and self._before is None and self._report is not None
+        box.border_subtitle = (
+            f"↑↓ choose  Enter goes there  x puts back  u undoes  Esc {'stops' if stops else 'closes'}"
+        )
+
+    def _progress(self) -> str:
+        """Return a sentence about the measurement of causes that is running, or about why it is not."""
+        activity = self._controller.activity
+        what, share = activity.now()
+        if self._ended or not what:
+            return self._ended or _STOPPED
+        words = f"{what}…" if share is None else f"{what} {100 * share:3.0f} % {bar(share, 20)}"
+        return f"The causes follow, after: {words}" if "causes" in activity.waiting else words
+
+    def draw(self) -> Table:
+        table = PlainTable.grid(padding=(0, 2))
+        table.add_column(overflow="ellipsis", no_wrap=True)
+        for _ in range(2):
+            table.add_column(no_wrap=True, justify="right")
+        table.add_column(no_wrap=True)
+        table.add_column(no_wrap=True, justify="right")
+        table.add_row("  alone as cast", "drift", "share", "", "own output", style="dim")
+        added: set[Rule] = set()
+        if self._before is not None and self._results is self._before[1]:
+            added = set(self._experiment.recipe.rules[len(self._before[0]) :])
+        for index, cause in enumerate(self._rows):
+            put_back = bool(added) and reference_rule(self._experiment.tree, cause.name) in added
+            drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
+            drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
+            local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
+            name = Text.assemble(self.marker(index), cause_label(cause))
+            words = "put back" if put_back else drawn
+            style = cursor_style(self) if index == self.index else Style()
+            table.add_row(name, drift, share_words(cause), words, local, style=style + Style(dim=put_back))
+        more = len(self._report.causes) - _MOST_ROWS if self._report is not None else 0
+        if more > 0:
+            table.add_row(f"  and {more} more", "", "", "", "")
+        return table
+
+    def redraw(self) -> None:
+        super().redraw()
+        line = self.index + 1 if self.index else 0  # the heading of the table is above the first module
+        region = Region(0, line, 1, 1)
+        self.call_after_refresh(self.query_one(VerticalScroll).scroll_to_region, region, animate=False)
+
     def _plot(self) -> None:
-        modules = self._experiment.results.modules
-        report = self._experiment.results.causes
-        local = {cause.name: cause.local_sqnr_db for cause in report.causes} if report is not None else {}
-        names = [name for name in modules if name in local] if local else self._modules_with_weights()
+        modules = self._results.modules
+        local = {cause.name: cause.local_sqnr_db for cause in self._rows}
+        complete = self._results.causes is not None
+        names = [name for name in modules if name in local] if complete and local else self._modules_with_weights()
         legend = Text("SQNR in dB of every module with weights, in order:  ⠒ as measured", style="dim")
         if local:
             legend = Text("SQNR in dB, modules in order:  ⠒ as measured  o its own error alone", style="dim")
@@ -124,18 +212,73 @@ class CausesScreen(ModalScreen[None]):
     def _modules_with_weights(self) -> list[str]:
         """Return the names of the measured modules that themselves hold tensors, in the order of the forward pass."""
         modules = self._experiment.tree.modules
-        return [name for name in self._experiment.results.modules if name in modules and modules[name].tensors]
+        return [name for name in self._results.modules if name in modules and modules[name].tensors]
+
+    # -- keys and events -----------------------------------------------------------------------------------------
+
+    def action_move(self, step: int) -> None:
+        super().action_move(step)
+        self._chosen = self._rows[self.index].name if self._rows else None
+
+    def action_page(self, pages: int) -> None:
+        self.action_move(min(max(self.index + 10 * pages, 0), self._count - 1) - self.index)
+
+    def action_go(self) -> None:
+        if self._rows:
+            self._close(self._rows[self.index].name)
+
+    def action_put_back(self) -> None:
+        if self._rows:
+            name = self._rows[self.index].name
+            self._change(lambda: self._controller.put_back(name))
+
+    def action_undo(self) -> None:
+        self._change(self._controller.undo)
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Change the recipe, and measure its causes unless they are known."""
+        experiment = self._experiment
+        recipe, results = experiment.recipe, self._results
+        change()
+        if experiment.recipe == recipe:
+            return
+        self._before = self._before or (recipe, results)
+        if experiment.results.causes is None:
+            self._ended = ""
+            self._controller.ask(AttributeDrift())
+        else:
+            self._before = None
+            self._stop()
+        self.show_figures()
 
     def action_leave(self) -> None:
+        if self._measuring and self._before is None and self._report is not None:
+            self._stop()
+            self._ended = _STOPPED
+            self.show_figures()
+        else:
+            self._close()
+
+    def action_close_and_stop(self) -> None:
+        self._close()
+
+    def _close(self, module: str | None = None) -> None:
         if self._experiment.results.causes is None:
-            self._stop_causes()
-        self.dismiss()
+            self._stop()
+        self.dismiss(module)
+
+    def _stop(self) -> None:
+        self._controller.engine.request(Cancel("causes"))
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
             case events.Refused(job="causes"):
-                self._refused = True
-                self.show_figures()
+                self._ended = "No causes: they could not be measured."
+            case events.Stopped(job="causes"):
+                self._ended = _STOPPED
+            case _:
+                return
+        self.show_figures()
 
 
 def _plot_y(sqnr_db: float | None) -> float:
@@ -143,21 +286,3 @@ def _plot_y(sqnr_db: float | None) -> float:
     the SQNR of modules without any drift.
     """
     return math.nan if sqnr_db is None else sqnr_db
-
-
-def _table(report: AttributionReport) -> Table:
-    table = PlainTable.grid(padding=(0, 2))
-    table.add_column(overflow="ellipsis", no_wrap=True)
-    for _ in range(2):
-        table.add_column(no_wrap=True, justify="right")
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, justify="right")
-    table.add_row("alone as cast", "drift", "of the whole", "", "own output", style="dim")
-    for cause in report.causes[:_MOST_ROWS]:
-        drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
-        drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
-        local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
-        table.add_row(cause_label(cause), drift, share_words(cause), drawn, local)
-    if len(report.causes) > _MOST_ROWS:
-        table.add_row(f"and {len(report.causes) - _MOST_ROWS} more", "", "", "", "")
-    return table

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import VerticalScroll
@@ -55,13 +56,17 @@ class ChoiceScreen(ModalScreen[Result]):
         """The widget that shows the lines, as opposed to any widget for messages that a subclass adds."""
         return self.query_one("VerticalScroll > Static", Static)
 
-    def draw(self) -> Text:
+    def draw(self) -> Text | Table:
         """Return the text of all lines, each of which begins with its `marker`."""
         raise NotImplementedError
 
     def redraw(self) -> None:
         """Draw the lines again."""
-        drawn = self.draw().split("\n", allow_blank=True)
+        whole = self.draw()
+        if isinstance(whole, Table):  # which styles the row of the cursor itself
+            self.lines.update(whole)
+            return
+        drawn = whole.split("\n", allow_blank=True)
         for line in drawn:
             if line.plain.startswith(EDGE):
                 line.pad_right(max(0, self.lines.size.width - line.cell_len))

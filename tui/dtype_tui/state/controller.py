@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe import History, Recipe, Rule, explain_no_match
+from dtype_engine.core.units import human_bytes
+from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
@@ -30,7 +32,7 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
-from dtype_tui.state.node_rules import not_kept_in_float32, rules_within
+from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rules_within
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
@@ -268,6 +270,23 @@ class Controller:
             self.notify(refusal, "warning")
         elif self.apply_rules(self.experiment.rules.with_rule(row, rule)):
             self._warn_unmatched()
+
+    def put_back(self, node: str) -> None:
+        """Give a node the dtype that it has in the reference, by a rule after all others, and tell the user how many bytes that
+        costs.
+        """
+        experiment, name = self.experiment, node or "the model"
+        rule, before = reference_rule(experiment.tree, node), experiment.plan
+        rules = experiment.rules.then(rule)
+        if make_plan(experiment.tree, rules.recipe).dtypes == before.dtypes:
+            self.notify(f"{name} already has the reference's dtype", "information")
+            return
+        self.apply_rules(rules)
+        after = experiment.plan.planned_bytes
+        change = after - before.planned_bytes
+        cost = f"{human_bytes(abs(change))} {'more' if change > 0 else 'less'}, {human_bytes(after)} in all"
+        dtype = "as stored" if rule.dtype == dtypes.STORED else f"in {rule.dtype}"
+        self.notify(f"{name} is {dtype} again: {cost}; u undoes this", "information")
 
     def apply_remedy(self) -> None:
         """Apply the rules that make the output finite.

@@ -96,9 +96,9 @@ class Experiment:
     """The plan of the current recipe for a tree that is about to replace `tree`, and the totals (such as bytes by dtype) of each
     node. `prepare` computes both in advance for the next call of `replace_tree`.
     """
-    _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
-    """The latest drift reports that cover all of the current inputs, by recipe and settings. An undo shows the report of its recipe
-    at once.
+    _known: dict[tuple[Recipe, RunSettings], Results] = field(default_factory=dict, init=False)
+    """The latest drift reports that cover all of the current inputs, and the causes if they are known, by recipe and settings. An
+    undo shows the results of its recipe at once.
     """
 
     def __post_init__(self) -> None:
@@ -232,9 +232,9 @@ class Experiment:
         self.results = Results(losses=self.results.losses)
 
     def _recall(self) -> None:
-        """Show the latest known drift report of the current recipe and settings until the engine has measured them again."""
+        """Show the latest known results of the current recipe and settings until the engine has measured them again."""
         if (known := self._known.get((self.recipe, self.settings))) is not None:
-            self.results = replace(self.results, report=known, modules=measured_modules(known))
+            self.results = replace(known, losses=self.results.losses)
 
     # -- results of the engine -----------------------------------------------------------------------------------
 
@@ -289,8 +289,13 @@ class Experiment:
                 self._set_report(event.report)
             case events.NonfiniteFound():
                 self.results = replace(results, nonfinite=event.found)
+            case events.AttributionGrown():
+                self.results = replace(results, partial_causes=event.found)
             case events.AttributionReady():
-                self.results = replace(results, causes=event.report)
+                self.results = replace(results, causes=event.report, partial_causes=None)
+                key = self.recipe, self.settings
+                if key in self._known:
+                    self._known[key] = replace(self._known[key], causes=event.report)
             case events.Failed():
                 self.results = replace(results, failure=with_keys(event.message), failed_module=event.module)
 
@@ -300,7 +305,7 @@ class Experiment:
         key = self.recipe, self.settings
         self._known.pop(key, None)
         if report.sequences.whole:
-            self._known[key] = report
+            self._known[key] = Results(report=report, modules=self.results.modules, causes=self.results.causes)
         for old in list(self._known)[:-_MOST_KNOWN]:
             del self._known[old]
 

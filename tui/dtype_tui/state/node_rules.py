@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dtype_engine.core import dtypes
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import Plan, RuleEffect
+from dtype_engine.recipe import Plan, Rule, RuleEffect, generalisations
 
 
 def tensor_names(tree: Tree, node: str) -> set[str]:
@@ -28,6 +29,15 @@ def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int
         if touched & inside_node:
             (inside if touched <= inside_node else beyond).append(index)
     return inside, beyond
+
+
+def reference_rule(tree: Tree, node: str) -> Rule:
+    """Return the rule that gives the tensors of a node the dtype that they have in the reference. This is float32, and float64 for
+    tensors that are stored in float64, so that a node with such tensors is kept as stored unless others need to be widened.
+    """
+    stored = {tree.tensors[name].dtype for name in tensor_names(tree, node) if tree.tensors[name].castable}
+    keeps = "float64" in stored and stored <= {"float32", "float64"}
+    return Rule.make(generalisations(node)[0], dtypes.STORED if keeps else "float32")
 
 
 def never_cast_count(tree: Tree, node: str) -> int:

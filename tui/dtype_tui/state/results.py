@@ -12,7 +12,7 @@ from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
 from dtype_tui.rendering.loss_text import loss_marks
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.losses import ValueLoss
 
@@ -53,6 +53,8 @@ class Results:
     """
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
+    partial_causes: PartialAttribution | None = None
+    """The causes found so far by a measurement of causes that is running or was stopped. None once `causes` is known."""
     failure: str | None = None
     """Why the measurement failed, or None if it did not."""
     failed_module: str | None = None

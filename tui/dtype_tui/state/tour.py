@@ -14,18 +14,22 @@ Condition = Callable[[Experiment], bool]
 
 @dataclass(frozen=True)
 class Step:
-    """A step of the tour, which teaches one action. The step ends when the user has performed the action. If the step then waits
-    for the engine, it ends when `until` returns True.
+    """A step of the tour, which teaches one task. The step ends when the user has performed the task's last action. If the step
+    then waits for the engine, it ends when `until` returns True.
     """
 
     words: str
     """The text to show before the action: what to press and why. `{undo}` is replaced by the key of the action `undo`."""
-    actions: tuple[str, ...] = ()
-    """Names of actions, one of which the user has to perform. If empty, the user has to close `window`."""
+    actions: tuple[str, ...]
+    """Names of actions, one of which the user has to perform."""
     window: str = ""
-    """The window in which the step takes place, or "". If the user closes it, the tour goes back to the step that opens it."""
-    opens: str = ""
-    """The window that the action must open, or "". If it does not open, the action does not complete the step."""
+    """The window in which the step begins, or "". If the user closes it, the tour goes back to the step that opens it."""
+    through: tuple[str, ...] = ()
+    """The windows that the user opens on the way to the action. In any other window, the text begins by telling how to close it."""
+    leaves: str | None = None
+    """The window that must be open after the action, "" for none, or None for any. If another window is open, the action does not
+    complete the step.
+    """
     done: Condition = lambda experiment: True
     """A function that returns whether the action had the wanted effect. If it returns False right after the action, the step is not
     complete.
@@ -35,7 +39,7 @@ class Step:
     step begins only when it returns True.
     """
     meanwhile: str = ""
-    """The text to show after the action while the step waits for `until`."""
+    """The text to show after the action while the step waits for `until`. In the last step, the last words of the tour."""
     unless: Condition = lambda experiment: False
     """A function that returns whether the step is to be skipped."""
 
@@ -48,8 +52,20 @@ def _is_measured(experiment: Experiment) -> bool:
     return experiment.results.report is not None or experiment.results.failure is not None
 
 
-def _scan_has_begun(experiment: Experiment) -> bool:
-    return experiment.scan.running or experiment.scan.finished
+def _is_cast_by_pattern(experiment: Experiment) -> bool:
+    return any("*" in rule.pattern for rule in experiment.recipe.rules)
+
+
+def _is_put_back(experiment: Experiment) -> bool:
+    return bool(experiment.recipe.rules) and experiment.recipe.rules[-1].dtype == "float32"
+
+
+def _is_applied(experiment: Experiment) -> bool:
+    return not _is_measured(experiment)  # since the recipe has just changed
+
+
+def _has_causes(experiment: Experiment) -> bool:
+    return experiment.results.causes is not None
 
 
 def _is_scanned(experiment: Experiment) -> bool:
@@ -59,72 +75,68 @@ def _is_scanned(experiment: Experiment) -> bool:
 _RUNS = "The model now runs in float32 and with the cast. The Drift pane compares the outputs."
 STEPS = (
     Step(
-        "A line is a module or a tensor: dtype, parameters, bytes, drift. Go to a layer with {move-next} and {move-previous}; "
-        "{open} opens it, {close} closes it.",
-        ("open", "open-or-close"),
-    ),
-    Step(
-        "{cast-node-bfloat16} casts the node under the cursor to bfloat16: half the bytes. {cast-node-float16} casts to float16, "
-        "{cast-node-stored} puts it back.",
+        "A line is a module or a tensor. Go to a layer with {move-next} and {move-previous}; {cast-node-bfloat16} casts it to "
+        "bfloat16: half the bytes.",
         ("cast-node-bfloat16", "cast-node-float16"),
         done=_is_cast,
         until=_is_measured,
         meanwhile=_RUNS,
     ),
     Step(
-        "Drift: the word in colour says what it means. SQNR measures the output's error in dB; higher is closer. {worst} goes to "
-        "the module that drifts most.",
-        ("worst",),
-    ),
-    Step("{undo} undoes the cast, {redo} applies it again.", ("undo",)),
-    Step(
-        "{cast} casts everything that a pattern matches. The prompt starts with the node's name.",
-        ("cast",),
-        opens="CastPrompt",
-    ),
-    Step(
-        "Tab makes the pattern more general; the tree highlights what it matches. Enter casts that.",
-        window="CastPrompt",
-        done=_is_cast,
+        "{cast} casts by a pattern: Tab makes it more general, the tree highlights what it matches, Enter casts that. {undo} "
+        "undoes.",
+        ("submit",),
+        through=("CastPrompt",),
+        leaves="",
+        done=_is_cast_by_pattern,
+        until=_is_measured,
+        meanwhile=_RUNS,
     ),
     Step(
-        "{scan} scans: how much every weight matters in every dtype, estimated from a few passes.",
-        ("scan",),
-        opens="ScanSetup",
-        unless=_scan_has_begun,
+        "{causes} finds the modules that the drift comes from: each runs as cast, all others as in the reference.",
+        ("causes",),
+        leaves="CausesScreen",
+        until=_has_causes,
+        meanwhile="Each module appears when it has been measured, the one with the most drift first.",
     ),
-    Step("Enter scans in the marked dtypes.", window="ScanSetup", done=_scan_has_begun, unless=_scan_has_begun),
     Step(
-        "The engine scans the model; all keys work meanwhile. {help} shows every key.",
-        ("help",),
-        opens="HelpScreen",
+        "x puts the module under the cursor back to float32, and says how many bytes that costs. Up and Down choose another.",
+        ("put-back",),
+        window="CausesScreen",
+        done=_is_put_back,
+        until=_is_measured,
+        meanwhile="The recipe now has a rule for this module. The model is measured again.",
+    ),
+    Step(
+        "{history} lists the measured recipes, bytes against drift. Press c on one and c on another to compare them.",
+        ("compare",),
+        through=("MeasurementsScreen",),
+        leaves="Overlay",
+    ),
+    Step(
+        "{scan} scans: how much every weight matters in every dtype, estimated from a few passes. Enter starts the scan.",
+        ("start",),
+        through=("ScanSetup",),
+        leaves="",
         until=_is_scanned,
-        meanwhile="Esc closes the help. The scan continues; the status line shows its progress.",
+        meanwhile="The engine scans the model; all keys work meanwhile. {help} shows every key.",
+        unless=_is_scanned,
     ),
     Step(
-        "Esc closes the help. {optimise} opens the Pareto front: the recipe with the least predicted drift for each size.",
-        ("optimise",),
-        opens="OptimiseScreen",
-    ),
-    Step(
-        "Left and Right walk along the front. Enter applies the point, with the rules that are listed, and measures it.",
+        "{optimise} opens the Pareto front: the least predicted drift for each size. Left and Right walk, Enter applies the point.",
         ("apply",),
-        window="OptimiseScreen",
+        leaves="OptimiseScreen",
+        done=_is_applied,
         until=_is_measured,
         meanwhile="Measured and predicted drift will stand side by side.",
     ),
     Step(
-        "Esc closes the front; the rules stay applied. {leave-with} saves a checkpoint, a recipe or a report.",
-        ("leave-with",),
-        opens="SaveScreen",
-    ),
-    Step(
-        "Down chooses the recipe, Enter writes it here: the rules and their measurement. Esc writes nothing.",
-        window="SaveScreen",
-    ),
-    Step(
-        "That is all. {help} lists every key, {quit} quits. `dtype-engine drift demo --recipe FILE` measures it in a script.",
-        ("quit",),
+        "{leave-with} saves a checkpoint, a recipe or a report. Down chooses the recipe, Enter writes it.",
+        ("write",),
+        through=("SaveScreen",),
+        leaves="",
+        meanwhile="That is all. {help} lists every key, {quit} quits. `dtype-engine drift demo --recipe FILE` measures it in a "
+        "script.",
     ),
 )
 
@@ -136,6 +148,7 @@ class Tour:
         self._experiment = experiment
         self._key_of = key_of
         self._acted = False
+        self._window = ""
         self.index = 0
         """Index of the current step in `STEPS`."""
 
@@ -145,28 +158,31 @@ class Tour:
 
     @property
     def words(self) -> str:
-        """The text of the current step, with the names of the user's keys filled in."""
+        """The text of the current step, with the names of the user's keys filled in. It says how to close a window that does not
+        belong to the step.
+        """
         step = STEPS[self.index]
         words = step.meanwhile if self._acted and step.meanwhile else step.words
+        if not self._acted and self._window not in ("", step.window, step.leaves, *step.through):
+            words = f"Esc closes this window. {words}"
         return re.sub(r"\{([\w-]+)\}", lambda found: self._key_of(found[1]), words)
 
     def acted(self, action: str, window: str) -> None:
         """Record an action of the user, whether by key, command or click. window: the open window, or "" if none is open."""
         step = STEPS[self.index]
-        if name_of(action) in step.actions and window == (step.opens or window) and step.done(self._experiment):
+        if name_of(action) in step.actions and step.leaves in (None, window) and step.done(self._experiment):
             self._acted = True
         self.follow(window)
 
     def follow(self, window: str) -> None:
-        """Go to the next step if the current one is complete. Go back to the step that opens the current step's window if that
-        window was closed.
+        """Go to the next step if the current one is complete. Go back to the step that opens the current step's window if no window
+        is open. window: the open window, or "" if none is open.
         """
+        self._window = window
         while self.index < len(STEPS) - 1:
             step = STEPS[self.index]
-            if not step.actions and window != step.window and step.done(self._experiment):
-                self._acted = True
             if not step.unless(self._experiment) and not (self._acted and step.until(self._experiment)):
                 break
             self.index, self._acted = self.index + 1, False
-        while not self._acted and STEPS[self.index].window not in ("", window):
+        while not self._acted and STEPS[self.index].window and not window:
             self.index -= 1

@@ -14,17 +14,18 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import hint
 from dtype_engine.core.options import RunSettings
-from dtype_engine.results.attribution import AttributionReport, Contribution
+from dtype_engine.results.attribution import AttributionReport, Contribution, PartialAttribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
@@ -51,6 +52,7 @@ _BUDGET = 1 << 30
 """Maximum number of bytes of reference outputs to keep: half for reuse in later passes, and half for comparison."""
 
 OnProgress = Callable[[int, int], None]
+OnCauses = Callable[[PartialAttribution], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,8 @@ class PartDrift:
 
 MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
 """A function that measures the given modules or subtrees in any order, and yields the index and the result of each."""
+_OnPart = Callable[[Iterable[Contribution], int, int], None]
+"""A function of (the contributions found so far, the number of finished measurements, the number of all measurements)."""
 
 
 @dataclass(slots=True)
@@ -119,11 +123,14 @@ class Attribution:
         on_progress: OnProgress = lambda done, total: None,
         cancelled: IsCancelled = never,
         elsewhere: MeasureParts | None = None,
+        on_causes: OnCauses = ignore,
     ) -> AttributionReport:
         """Measure every module or subtree, in this process or with the function `elsewhere`, and return a report.
 
-        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements. Raises NoForward,
-        KernelError and Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        `on_progress(done, total)` is called with the numbers of finished measurements and of all measurements, and `on_causes`
+        after each measurement with the contributions found so far. If a subtree is split, they contain those of its children that
+        have been measured, and no longer the subtree itself. Raises NoForward, KernelError and Cancelled, and UserError under
+        `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError(f"causes can only be found in the weights' dtypes: {hint('no-autocast')}")
@@ -138,19 +145,25 @@ class Attribution:
                 for index, part in enumerate(parts):
                     yield index, self._part(runner, part)
 
-            contributions = self._contributions(elsewhere or here, whole, on_progress) if whole else []
-        contributions.sort(key=lambda contribution: -contribution.drift)
-        return AttributionReport(
-            model=self.model.title,
-            rules=self.rules,
-            unit=unit,
-            whole=whole,
-            together=math.fsum(contribution.drift for contribution in contributions) if contributions else 0.0,
-            positions=sum(_rows(base.output) for base in self._bases),
-            passes=self._passes,
-            seconds=time.perf_counter() - started,
-            causes=tuple(contributions),
-        )
+            def report(found: Iterable[Contribution]) -> AttributionReport:
+                causes = tuple(sorted(found, key=lambda contribution: -contribution.drift))
+                return AttributionReport(
+                    model=self.model.title,
+                    rules=self.rules,
+                    unit=unit,
+                    whole=whole,
+                    together=math.fsum(cause.drift for cause in causes),
+                    positions=sum(_rows(base.output) for base in self._bases),
+                    passes=self._passes,
+                    seconds=time.perf_counter() - started,
+                    causes=causes,
+                )
+
+            def on_part(found: Iterable[Contribution], done: int, total: int) -> None:
+                on_progress(done, total)
+                on_causes(PartialAttribution(report(found), done, total))
+
+            return report(self._contributions(elsewhere or here, whole, on_part) if whole else ())
 
     def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
         """Measure one module or subtree, and return its drift. The first call also runs the reference. Raises NoForward,
@@ -196,14 +209,17 @@ class Attribution:
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
 
-    def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
+    def _contributions(self, run: MeasureParts, whole: float, on_part: _OnPart) -> list[Contribution]:
         """Return the contribution of each module to the drift. If there are too many modules, measure subtrees instead, and split
-        those that drift most. run: a function that measures some modules or subtrees. whole: the drift of the whole recipe.
+        those that drift most.
+
+        run: a function that measures some modules or subtrees. whole: the drift of the whole recipe. on_part: called after each
+        measurement.
         """
         modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
-            return self._measured(run, parts, whole, on_progress, len(parts))
+            return self._measured(run, parts, whole, on_part, len(parts))
         contributions: dict[str, Contribution] = {}
         queue: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
         done = 0
@@ -213,7 +229,7 @@ class Attribution:
             if done and done + len(parts) > MOST_PASSES:
                 continue
             contributions.pop(name, None)
-            measured = self._measured(run, parts, whole, on_progress, MOST_PASSES)
+            measured = self._measured(run, parts, whole, on_part, MOST_PASSES, tuple(contributions.values()))
             done += len(parts)
             for part, contribution in zip(parts, measured, strict=True):
                 label = f"{part.name} (its own)" if part.name in contributions else part.name
@@ -223,10 +239,17 @@ class Attribution:
         return list(contributions.values())
 
     def _measured(
-        self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
+        self,
+        run: MeasureParts,
+        parts: Sequence[Part],
+        whole: float,
+        on_part: _OnPart,
+        total: int,
+        others: Sequence[Contribution] = (),
     ) -> list[Contribution]:
         """Measure modules or subtrees (`parts`) with `run`. Returns their contributions in the same order, although workers may
         finish in any order. whole: the drift of the whole recipe. total: the number of measurements that the progress counts.
+        others: the contributions found before, which `on_part` is given with those of `parts`.
         """
         found: dict[int, Contribution] = {}
         for index, measured in run(parts):
@@ -235,7 +258,7 @@ class Attribution:
             found[index] = Contribution(part.name, len(part.modules), drift, share, measured.local_sqnr_db)
             self._passes += len(self._bases)
             self._done += 1
-            on_progress(min(total, self._done), total)
+            on_part((*others, *found.values()), min(total, self._done), total)
         return [found[index] for index in range(len(parts))]
 
     def _part(self, runner: ForwardRunner, part: Part) -> PartDrift:

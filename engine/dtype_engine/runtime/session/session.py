@@ -31,7 +31,7 @@ from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
-from dtype_engine.runtime.measure.attribution import Attribution
+from dtype_engine.runtime.measure.attribution import Attribution, OnCauses
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.generation import OnText, OnTokens, generate
@@ -454,13 +454,16 @@ class Session:
         return self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
 
     @reading_weights
-    def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
+    def causes(
+        self, on_progress: OnParts = ignore, cancelled: IsCancelled = never, on_causes: OnCauses = ignore
+    ) -> AttributionReport:
         """Attribute the drift of the current recipe to modules. For each module, the model runs with this module as the recipe
         casts it and all other modules as in the reference.
 
         Args:
             on_progress: Called with the number of runs already done and the number of all runs.
             cancelled: Checked between module calls.
+            on_causes: Called after each run with the contributions found so far.
 
         Returns:
             The contributions, largest first, and their sum. Raises what `drift` raises, and UserError under `torch.autocast`.
@@ -472,7 +475,7 @@ class Session:
         """
         rules = tuple(map(str, self.recipe.rules))
         return Attribution(self.model, self.need_inputs(), self.settings, rules, self._behavior).report(
-            on_progress, cancelled
+            on_progress, cancelled, on_causes=on_causes
         )
 
     @reading_weights

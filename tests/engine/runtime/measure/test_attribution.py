@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.results.attribution import PartialAttribution
 from dtype_engine.runtime.measure import attribution as causes
 
 
@@ -126,6 +128,31 @@ def test_too_many_modules_are_run_as_subtrees_and_the_worst_is_still_found(
     assert report.causes[0].name == "model.layers.4.mlp.up_proj"
     assert report.causes[0].drift == pytest.approx(alone["model.layers.4.mlp.up_proj"], rel=1e-9)
     assert sum(cause.modules for cause in report.causes) == len(alone)
+
+
+@pytest.mark.parametrize("most", [160, 24])
+def test_the_causes_so_far_are_those_of_the_end(
+    most: int, monkeypatch: pytest.MonkeyPatch, make_llama: Callable[..., Path]
+) -> None:
+    monkeypatch.setattr(causes, "MOST_PASSES", most)
+    session = de.open(str(make_llama(num_hidden_layers=6)))
+    session.cast("*", "bfloat16")
+    told: list[PartialAttribution] = []
+    final = session.causes(on_causes=told.append)
+    assert [found.done for found in told] == list(range(1, len(told) + 1))
+    assert told[-1].report == dataclasses.replace(final, seconds=told[-1].report.seconds)
+    each_module = most > 57
+    for found in told:
+        so_far = found.report
+        assert (so_far.unit, so_far.whole, found.total) == (final.unit, final.whole, 57 if each_module else most)
+        drifts = [cause.drift for cause in so_far.causes]
+        assert drifts == sorted(drifts, reverse=True)
+        assert so_far.together == pytest.approx(sum(drifts))
+        if each_module:
+            assert len(so_far.causes) == found.done
+            assert set(so_far.causes) <= set(final.causes)
+        else:  # no module counts twice, neither by itself nor in a subtree
+            assert sum(cause.modules for cause in so_far.causes) <= 57
 
 
 def test_causes_stop_when_asked_and_are_not_told_under_autocast(make_llama: Callable[..., Path]) -> None:
