@@ -58,7 +58,7 @@ class Silent:
         return lambda *request: None
 
 async def paint():
-    app = DtypeApp(Launch("demo", locate("demo").peek()[0]), lambda emit: Silent())
+    app = DtypeApp(Launch("demo", locate("demo").peek()[0]), lambda emit, _: Silent())
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         assert any("embed_tokens" in strip.text for strip in app.screen._compositor.render_strips())

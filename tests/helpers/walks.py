@@ -190,9 +190,9 @@ OTHER_PLACES = (
         "In the tree",
         after(ready, "E"),
         (
-            Key("pagedown", line, 9),
-            Key("ctrl+f", line, 18),
-            Key("pageup", line, 9),
+            Key("pagedown", line, 8),
+            Key("ctrl+f", line, 16),
+            Key("pageup", line, 8),
             Key("ctrl+b", cursor, ""),
             Key("end", cursor, "model.norm.weight"),
             Key("home", cursor, ""),

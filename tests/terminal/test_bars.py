@@ -76,7 +76,7 @@ def test_opening_and_the_first_measurement(terminal: Terminal) -> None:
     ("keys", "job"),
     [
         ("d", "running each module as cast by itself"),
-        ("g", "generating"),
+        ("g\r", "generating"),
         ("t", "timing"),
         ("s\r", "scan"),
     ],
@@ -85,7 +85,7 @@ def test_each_job_has_one_that_fills(terminal: Terminal, keys: str, job: str) ->
     terminal.wait_for(_READY)
     terminal.press(keys[0])
     if keys.endswith("\r"):
-        terminal.wait_for("Enter scans")
+        terminal.wait_for("Enter scans|Enter generates")
         terminal.press("\r")
     seen = bars_until(terminal, _READY)
     _close_what_opened(terminal)

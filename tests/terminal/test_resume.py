@@ -14,6 +14,7 @@ from tests.helpers import preloaded
 from tests.helpers.terminal import Terminal
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_store import SavedSession, SessionFile, read_session
 
 Opener = Callable[..., Terminal]
@@ -102,7 +103,7 @@ def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_p
         SavedSession(
             None,
             "demo",
-            recipes=recipes,
+            rule_lists=tuple(RuleList.of(recipe.rules) for recipe in recipes),
             at=1,
             cursor="model.layers.3.mlp",
             options=Options(settings=RunSettings(autocast="bfloat16")),

@@ -18,6 +18,7 @@ from tests.helpers.slow_net import CODE, opened, slow
 
 from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.units import human_count
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
@@ -120,7 +121,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         assert "when all headers are read" not in text
         if kind in ("cast", "resume"):
             assert re.search(rf"planned +{(stored - halved) / 1024:.2f} KiB", text), text
-        assert f"{parameters / 1000:.1f} k params" in text.splitlines()[0], text
+        assert f"{human_count(parameters)} params" in text.splitlines()[0], text
         assert re.search(rf"▌.* {app.controller.experiment.plan.planned_bytes / 1024:.1f} KiB", text), text
         await pilot.press("2")
         await until(pilot, lambda: not app.controller.activity.busy)
@@ -166,12 +167,14 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: 
         heard: list[events.Event] = []
         app.controller.engine._emit = lambda event, emit=app.controller.engine._emit: (heard.append(event), emit(event))  # type: ignore[attr-defined]
         assert app.main.tree_view.go_to("norm.num_batches_tracked")
-        for key, words in (("g", "does not generate text"), ("v", "")):
+        for keys, words in ((("g", "enter"), "does not generate text"), (("v",), "")):
             count = len(notices(app))
-            await pilot.press(key)
+            await pilot.press(*keys)
             await until(pilot, lambda count=count: len(notices(app)) > count)  # type: ignore[misc]
             await until(pilot, lambda: not app.controller.activity.busy)
             assert words in notices(app)[-1]
+            if len(app.screen_stack) > 1:
+                await pilot.press("escape")
             assert app.controller.experiment.results.failure is None
             assert app.controller.experiment.results.report is report
             assert re.search(r"SQNR .*\d\d\.\d\d dB", screen(app))
@@ -196,7 +199,7 @@ async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_
         await until(pilot, lambda: app.controller.experiment.results.failure)
         await until(pilot, lambda: not app.controller.activity.busy)
         await until(pilot, lambda: "not in half" in screen(app))
-        await pilot.press("g")
+        await pilot.press("g", "enter")
         await until(pilot, lambda: any("does not generate" in words for words in notices(app)))
         assert "not in half" in str(app.controller.experiment.results.failure)
 

@@ -25,6 +25,7 @@ from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli.resume import saved_session
 from dtype_tui.state.measurement_log import measured
+from dtype_tui.state.rule_list import RuleList
 from dtype_tui.state.session_saver import SessionSaver
 from dtype_tui.state.session_store import SavedSession, SessionFile, read_session, recent_models, sessions_folder
 
@@ -132,7 +133,15 @@ async def test_a_session_of_hostile_texts_and_figures_is_drawn_as_text() -> None
     path = edited()
     SessionFile.save(
         _at(path),
-        SavedSession(None, text, Path(DEMO), recipes=(Recipe(), entry.recipe), at=1, cursor=text, measured=(entry,)),
+        SavedSession(
+            None,
+            text,
+            Path(DEMO),
+            rule_lists=(RuleList(), RuleList.of(entry.recipe.rules)),
+            at=1,
+            cursor=text,
+            measured=(entry,),
+        ),
     )
     app = make_app(saved=read_session(path))
     async with running(app) as pilot:

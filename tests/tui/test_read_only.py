@@ -29,7 +29,7 @@ HARMLESS_KEYS = """
     cast cast-node-float32 cast-node-bfloat16 cast-node-float16 cast-node-float64 cast-node-float8-e4m3fn
     cast-node-float8-e5m2 cast-node-int8 cast-node-stored undo redo drop-rules measure causes remedy history flow generate
     speed scan optimise presets inputs settings values worst filter match-next match-previous command next-order copy-name
-    copy-rules details stop jobs restart-engine help command-palette messages quit
+    copy-rules rules zoom details stop jobs restart-engine help command-palette messages quit
     move-previous move-next open close open-or-close next-pane page-previous page-next end-previous end-next sibling-next
     sibling-previous parent next-cast-next next-cast-previous expand-all collapse-all
 """
@@ -42,7 +42,7 @@ HARMLESS_COMMANDS = {
 REFUSED_COMMANDS = ("export out", "recipe r.yaml", "report r.md", "inputs import os", "inputs /etc/passwd")
 HARMLESS_WINDOWS = {
     "CastPrompt": "cancel generalise",
-    "CausesScreen": "leave scroll",
+    "CausesScreen": "close_and_stop go leave move page put_back undo",
     "CommandLine": "cancel complete earlier",
     "FilterPrompt": "cancel",
     "GenerationScreen": "leave other_line scroll",
@@ -53,7 +53,9 @@ HARMLESS_WINDOWS = {
     "MeasurementsScreen": "compare compare_all go_back leave measure move pin",
     "OptimiseScreen": "apply compare end leave measure scroll type undo walk zoom",
     "Overlay": "dismiss edge scroll",
+    "Pane": "screen.next_pane screen.to_tree step",
     "PresetsScreen": "apply leave move",
+    "RecipePane": "cast delete move screen.edit_rule switch",
     "ScanScreen": "again all dtype go leave map move pause sort",
     "ScanSetup": "choose leave move start",
     "SettingsScreen": "apply change leave move",

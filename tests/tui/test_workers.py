@@ -106,7 +106,7 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
     assert untimed(scan.report) == untimed(session.scan(scan.requested))
     # Another engine of another session goes on with what was kept: a pass would take a minute now.
-    saved = SavedSession(f"{net}:Net", "net", recipes=(Recipe(),), scanned=scan.requested)
+    saved = SavedSession(f"{net}:Net", "net", scanned=scan.requested)
     again = app_on(net, None, saved)
     async with opened(again) as pilot:
         slow(net, 5)

@@ -155,19 +155,22 @@ def _session(folder: Path) -> bytes:
 
     from dtype_engine import Options, Recipe, Rule, RunSettings
     from dtype_tui.state.measurement_log import measured
+    from dtype_tui.state.rule_list import RuleList
     from dtype_tui.state.session_store import SavedSession, SessionFile
 
     bf16 = Recipe((Rule("*", "bfloat16"),))
     entry = measured(report(bf16), bf16, RunSettings(), 1_415_616)
-    recipes = (
-        Recipe(),
-        Recipe((Rule("*", "bfloat16"),)),
-        Recipe((Rule("re:.*up.*", "float16"), Rule("*", "bfloat16"))),
+    rule_lists = (
+        RuleList(),
+        RuleList.of([Rule("*", "bfloat16")]),
+        RuleList.of([Rule("re:.*up.*", "float16"), Rule("*", "bfloat16")]).toggled(0),
     )
     model = str(folder / "model.safetensors")
     file = SessionFile()
     file.path = folder / "session.json"
-    file.save(SavedSession(model, "model", Path(model), folder, Options(device="cpu"), recipes, 1, "model", (entry,)))
+    file.save(
+        SavedSession(model, "model", Path(model), folder, Options(device="cpu"), rule_lists, 1, "model", (entry,))
+    )
     return file.path.read_bytes()
 
 

@@ -95,7 +95,8 @@ async def _shown(stream: Path, chooser: random.Random) -> int:
 
     command = EngineCommand((shutil.which("cat") or "cat", str(stream)), name="host")
     app = DtypeApp(
-        Launch("model", _tree()), lambda emit: EngineProcess(command, None, Options(), emit, read_headers=True)
+        Launch("model", _tree()),
+        lambda emit, wait: EngineProcess(command, None, Options(), emit, read_headers=True, wait=wait),
     )
     app.main.draw_every_s = 0.0
     without_last_check(app)

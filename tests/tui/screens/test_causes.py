@@ -123,7 +123,7 @@ async def test_causes_appear_as_they_are_found_and_stay_where_they_are_stopped(s
         await pilot.press("d")
         await say(app, pilot, found_so_far(BF16, UP))
         assert "Drift over depth: 1 of 48" in screen(app)
-        assert marked_line(app).startswith(f"› {UP}")
+        assert marked_line(app).startswith(f"▌ {UP}")
         assert "So far: 50.0 % of the output's drift enters" in screen(app)
         await say(app, pilot, found_so_far(BF16, DOWN, UP))
         assert "Drift over depth: 2 of 48" in screen(app)
@@ -184,7 +184,7 @@ async def test_a_module_is_put_back_and_the_causes_are_measured_again(size: tupl
         await pilot.press("u")
         assert app.controller.experiment.recipe == BF16
         assert "put back" not in screen(app)
-        assert f"› {DOWN[:20]}" in screen(app), "the causes under these rules are known"
+        assert f"▌ {DOWN[:20]}" in screen(app), "the causes under these rules are known"
         assert engine(app).commands[-1] == "cancel causes"
         await pilot.press("x")
         await measured(app, pilot, put_back)
@@ -225,7 +225,7 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "same top-1 98 < 99 %" in text
             assert "KL 9.0e-13 nats, 128.0 dB" in text
             assert " small  no worse than llama.cpp Q8_0" in text
-            assert "ready · drift: small" in text
+            assert "● ready" in text
             await say(
                 app,
                 pilot,

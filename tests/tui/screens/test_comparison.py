@@ -49,15 +49,14 @@ async def test_a_pinned_recipe_stands_in_the_tree_and_the_panes_until_it_is_let_
         await pilot.pause()
         (row,) = (line for line in lines(app) if " mlp" in line and "fp8" in line)
         assert row.split("│")[0].split()[-2:] == ["30.0", "-15.0"]
-        (root,) = (line for line in lines(app) if " demo " in line and "MiB" in line)
+        (root,) = (line for line in lines(app) if line.strip(" ▌").startswith("▾ demo"))
         assert root.split("│")[0].split()[-2:] == ["31.5", "-8.5"]
         text = screen(app)
-        assert "31.50 dB  P 40.00 dB" in text
-        assert "*=bfloat16: small" in text
-        assert "P planned 1.35 MiB" in text
+        assert "P KL 2.50e-4  40.00 dB  small" in text
+        assert "P 1.35 MiB" in text
         await pilot.press("H", "j", "P", "escape")
         await pilot.pause()
-        assert "P planned" not in screen(app)
+        assert "P 1.35 MiB" not in screen(app)
         assert "vs #" not in lines(app)[1]
 
 

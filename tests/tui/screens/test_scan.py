@@ -95,10 +95,10 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
     found = scan_report()
     async with running(app, size) as pilot:
         before = screen(app)
-        assert "nats" not in before.splitlines()[0]
+        assert "nats" not in before.splitlines()[1]
         await say(app, pilot, events.ScanUpdated(found, True))
         lines = screen(app).splitlines()
-        assert "nats bf16" in lines[0]
+        assert "nats bf16" in lines[1]
         layer = math.fsum(
             score.score
             for score in found.weights
@@ -107,7 +107,7 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
         (row,) = (line for line in lines if line.strip(" ▌").startswith("▸ 3 "))
         assert f"{layer:.1e}" in row
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
-        assert f"{whole:.1e}" in lines[1]
+        assert f"{whole:.1e}" in lines[2]
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
@@ -192,7 +192,7 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
             app, pilot, events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
         )
         text = screen(app)
-        assert "2.500e-04" in text  # measured
+        assert "KL 2.50e-4" in text  # measured
         assert f"predicted {whole:.1e}" in " ".join(text.split())
         (point,) = app.controller.experiment.scan.measured
         assert (point.predicted, point.measured) == (pytest.approx(whole), 2.5e-4)
