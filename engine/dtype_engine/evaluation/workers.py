@@ -69,7 +69,7 @@ class Workers:
 
     def _fitting(self, requested: int, private: int, gpus: tuple[str, ...]) -> int:
         """Return how many workers to start: `requested`, or fewer if there are fewer tasks or GPUs or too little free memory. The
-        user is told if GPUs or memory are the reason.
+        user learns it if GPUs or memory are the reason.
 
         private: bytes that each process needs in addition to the mapped checkpoint. gpus: the names of the GPUs, or () on the CPU.
         """

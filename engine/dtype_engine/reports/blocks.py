@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Grade = Literal["", "green", "yellow", "orange", "red"]
-"""The colour of a tile's mark. The tile's words say the same, so that nobody has to see the colour. "" is no colour."""
+"""The colour of a tile's mark. The tile's words say the same, so that the colour can be ignored. "" is no colour."""
 
 
 class Identifier(str):

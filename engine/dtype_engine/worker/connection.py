@@ -62,7 +62,7 @@ class EngineCommand:
     compressed: bool = False
     """Whether the engine compresses its events."""
     unattended: Sequence[str] = ()
-    """The arguments for reconnecting while the app's screen is open, when nobody can answer ssh's question for a password. If
+    """The arguments for reconnecting while the app's screen is open, when ssh can't ask for a password. If
     empty, `arguments` are used.
     """
 

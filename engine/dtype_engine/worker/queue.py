@@ -131,8 +131,8 @@ def finish(
 
 
 def reported(queue: Queue) -> Queue:
-    """Return the queue after the app was told which commands were refused, stopped or dropped, so that it is not told again. While
-    a command is running, the stopped and dropped commands are kept, because they are reported only once it has ended.
+    """Return the queue without the commands of which the app already knows that they were refused, stopped or dropped. While a
+    command is running, the stopped and dropped commands are kept, because they are reported only once it has ended.
     """
     if queue.running is not None:
         return replace(queue, refused=())
