@@ -143,7 +143,7 @@ class Deaths:
         self._dies(number, r"\* +f16")
         self._starts_again(r"\* +f16")
         self.terminal.press("s")
-        self.terminal.wait_for("SQNR dB +bf16", 60)  # the tree has a column for it
+        self.terminal.wait_for("SQNR .*bf16", 60)  # the tree has a column for it
         self.measured(r"\* +f16")
 
     def exporting(self, number: signal.Signals) -> None:

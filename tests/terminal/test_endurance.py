@@ -162,7 +162,7 @@ def test_in_ascii_where_the_locale_has_no_unicode() -> None:
     try:
         terminal.wait_for("embed_tokens")
         terminal.press("2")
-        terminal.wait_for(r"\* -> bf16", 20)
+        terminal.wait_for(r"1 \* +bf16", 20)
         assert terminal.text.isascii()
         leave(terminal)
     finally:

@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 from tests.helpers.flooding_engine import FLOODS
+from tests.helpers.paths import ROOT
 from tests.helpers.terminal import Terminal
 
 _MOST_BYTES = 500 << 20
@@ -18,9 +19,10 @@ _SECONDS = 5.0
 
 @pytest.mark.parametrize("kind", FLOODS)
 def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None:
-    terminal = Terminal("--engine-command", f"{sys.executable} -m tests.helpers.flooding_engine {kind}", size=(100, 30))
+    command = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.helpers.flooding_engine {kind}"
+    terminal = Terminal("--engine-command", command, size=(100, 30))
     try:
-        terminal.wait_for("flood · ", 60)
+        terminal.wait_for(r"\A +flood", 60)
         app = psutil.Process(terminal.pid)
         (engine,) = app.children()
         for _ in range(3):

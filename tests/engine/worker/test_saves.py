@@ -173,7 +173,7 @@ def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_f
     recorded.worker.request(SetRecipe(Recipe()))
     recorded.wait_for(events.Saved, since=start)
     recorded.wait_for(events.Idle, since=recorded.events.index(recorded.of(events.Saved, start)[0]))
-    assert "under 2 rules" in (tmp_path / "r.md").read_text()
+    assert "`*.mlp`" in (tmp_path / "r.md").read_text()
     last = recorded.of(events.Memory)[-1]
     assert last.recipe == Recipe()
     assert (last.stats.resident_bytes or 0) >= (last.stats.stored_bytes or 0) > 0  # under the report's recipe, 40 %
