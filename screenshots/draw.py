@@ -59,7 +59,9 @@ def demo_app(recipe: Recipe = AS_STORED, config: Config | None = None, begins_to
         is_demo=True,
         begins_tour=begins_tour,
     )
-    return DtypeApp(launch, lambda emit, _: EngineProcess(EngineCommand(), None, Options(), emit, read_headers=not whole))
+    return DtypeApp(
+        launch, lambda emit, _: EngineProcess(EngineCommand(), None, Options(), emit, read_headers=not whole)
+    )
 
 
 async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:

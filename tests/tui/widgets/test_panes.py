@@ -184,3 +184,13 @@ async def test_many_rules_are_scrolled_with_the_cursor_and_the_deciding_one_stay
             await pilot.pause()
             assert shown in screen(app)
             assert any("❯" in line and "model.layers" in line for line in lines(app))
+
+
+async def test_every_pane_has_its_frame_again_when_the_terminal_grows() -> None:
+    app = make_app()
+    async with running(app, (60, 15)) as pilot:
+        await mixed(app, pilot)
+        for size in ((80, 24), (120, 36), (80, 24), (120, 36)):
+            await pilot.resize_terminal(*size)
+            await pilot.pause()
+        await until(pilot, lambda: all(f"─ {title} ─" in screen(app) for title in ("Drift", "Memory", "Recipe")))

@@ -70,7 +70,9 @@ class SidePanes(Vertical):
         memory = min(_MEMORY_LINES, (height - recipe) // 2)
         drift = min(_MOST_DRIFT_LINES, height - recipe - memory)
         for pane, lines in zip(self.panes, (drift, memory, height - drift - memory), strict=True):
-            pane.set_class(self.is_narrow, "tab")
+            if pane.is_framed == self.is_narrow:  # the frame comes or goes, perhaps without a change of size
+                pane.set_class(self.is_narrow, "tab")
+                pane.call_after_refresh(pane.on_resize)
             pane.set_class(self.has_class("zoomed"), "zoomed")
             pane.styles.height = "1fr" if alone else lines
 
