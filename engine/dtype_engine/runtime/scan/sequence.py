@@ -31,7 +31,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.companions import added_drift, companions_of
 from dtype_engine.runtime.scan.dtype_dependent_weights import weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
-from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed
+from dtype_engine.runtime.scan.measured_weights import CastWeightsMode, measure_unfollowed, read_otherwise
 from dtype_engine.runtime.scan.probes import OutputProbes
 from dtype_engine.runtime.scan.routing import (
     Key,
@@ -140,9 +140,8 @@ class SequenceScan:
             }
             scores = self._scores(probes, 0.5 if distribution else 1.0, measured)
             followed = {name for (name, _), value in scores.sums.items() if value}
-            found = measure_unfollowed(
-                drift_of, self.costly, mode.unfollowed | self._differentiated, followed, self.local
-            )
+            unfollowed = mode.unfollowed | self._differentiated | read_otherwise(mode.answers, self.costly, self.local)
+            found = measure_unfollowed(drift_of, self.costly, unfollowed, followed, self.local)
             for key, value in found.items():
                 scores.replace(key, value)
         return scores

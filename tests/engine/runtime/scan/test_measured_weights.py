@@ -207,6 +207,26 @@ def test_checks_of_values_that_a_cast_does_not_change_cost_no_pass(monkeypatch: 
     assert counted["weight", "int8"] > 0.1, "in int8, two values are the largest"
 
 
+class ChecksAndUses(Uses):
+    """Multiplies by a weight, and by a number that depends on how many of its values are the largest."""
+
+    def middle(self, x: torch.Tensor) -> torch.Tensor:
+        largest = int((self.weight > self.weight.max() * 0.9995).sum())
+        return (self.inner(x) + x @ self.weight) * largest
+
+
+def test_a_weight_whose_check_a_cast_changes_is_measured_although_it_has_a_gradient() -> None:
+    model = ChecksAndUses()
+    weight = model.weight.data
+    row, column = divmod(int(weight.argmax()), 8)
+    weight[row, column - 1] = weight.max() * 0.999
+    session = de.open(model, inputs=(INPUTS,))
+    scores = session.scan(["int8"], draws=4).scores()
+    exact = session.scan(["int8"], exact=True).scores()
+    assert exact["weight", "int8"] > 0.1, "in int8, two values are the largest"
+    assert scores["weight", "int8"] == pytest.approx(exact["weight", "int8"], rel=1e-6)
+
+
 def test_weights_that_a_model_does_not_use_cost_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     session = de.open(Fills(), inputs=(INPUTS,))
     casts: list[dict[str, str]] = []
