@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.style import Style
 from rich.text import Text
 from textual import events
 from textual.binding import Binding, BindingType
@@ -17,6 +16,7 @@ from dtype_tui.rendering.cells import truncate
 from dtype_tui.rendering.palette import pill
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.node_rules import effects_on, never_cast_count
+from dtype_tui.widgets.cursor import EDGE, EDGE_STYLE, cursor_style
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
@@ -102,14 +102,6 @@ class RecipePane(Pane):
             self.cursor = row
             self.show_again()
 
-    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
-        event.stop()
-        self.action_step(1)
-
-    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        event.stop()
-        self.action_step(-1)
-
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def corner(self, activity: str) -> Text:
@@ -137,16 +129,15 @@ class RecipePane(Pane):
             self._top = max(self.cursor - room + 1, min(self._top, self.cursor))
         counts = [f"{len(plan.selections[at].tensors):,}" if at is not None else "off" for at in indices]
         badges = [pill(row.rule.dtype)[0] for row in rows]
-        widths = max(map(len, badges)), max(map(len, counts))
+        widths = len(str(len(rows))), max(map(len, badges)), max(map(len, counts))
         lines: list[Text] = []
         for place in range(self._top, len(rows)):
             at = indices[place]
             line = self._row(rows[place], at, counts[place], widths)
             if self.has_focus and place == self.cursor:
-                line = Text.assemble(("❯", "bold"), line[1:])
+                line = Text.assemble((EDGE, EDGE_STYLE), line[1:])
                 line.pad_right(self.columns - line.cell_len)
-                # The terminal's own blue may be as bright as the text.
-                line.stylize_before("bold" if self.app.native_ansi_color else Style(bgcolor="blue"))
+                line.stylize_before(cursor_style(self))
             lines.append(line)
             if at is not None and (warning := self._warning(at)):
                 lines.append(Text(f"   {warning}", "bold" if "⚠" in warning else "dim"))
@@ -157,21 +148,22 @@ class RecipePane(Pane):
                 break
         return lines[:room]
 
-    def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int]) -> Text:
-        """Return the line of a rule. at: its index in the recipe, or None if it is disabled. widths: those of the badges and of the
-        counts, in cells.
+    def _row(self, row: ListedRule, at: int | None, count: str, widths: tuple[int, int, int]) -> Text:
+        """Return the line of a rule. at: its index in the recipe, or None if it is disabled. widths: those of the numbers,
+        badges and counts, in cells.
         """
         badge, style = pill(row.rule.dtype)
         saved = self._saved_by(at) if self.columns >= _WITH_BYTES else None
         words = f" {saved:>11}" if saved is not None else ""
-        room = self.columns - 4 - widths[0] - 1 - widths[1] - 1 - len(words)
+        numbers, badges, counts = widths
+        room = self.columns - numbers - 3 - badges - 1 - counts - 1 - len(words)
         pattern = truncate(printable(row.rule.pattern, 500), max(4, room))
-        number = f" {at + 1 if at is not None else '–'} "
-        gap = " " * (widths[0] - len(badge) + 1)
+        number = f" {at + 1 if at is not None else '–':<{numbers}} "
+        gap = " " * (badges - len(badge) + 1)
         if at is None:
-            return Text(f"{number:<3}{pattern:<{room}} {badge}{gap}{count:>{widths[1]}}{' ' * len(words)}", "dim")
+            return Text(f"{number}{pattern:<{room}} {badge}{gap}{count:>{counts}}{' ' * len(words)}", "dim")
         return Text.assemble(
-            (f"{number:<3}", "dim"), f"{pattern:<{room}} ", (badge, style), gap, (f"{count:>{widths[1]}}{words}", "dim")
+            (number, "dim"), f"{pattern:<{room}} ", (badge, style), gap, (f"{count:>{counts}}{words}", "dim")
         )
 
     def _saved_by(self, at: int | None) -> str:
