@@ -7,6 +7,7 @@ import re
 import msgspec
 import pytest
 from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, running, say
+from tests.helpers.scenes import inputs
 from tests.helpers.screen_text import lines, notices, screen, until
 from textual.binding import Binding
 from textual.widgets import Input
@@ -612,8 +613,12 @@ async def test_generated_text_stands_side_by_side_with_the_first_difference_mark
         await pilot.pause()
         assert "def r⟦a⟧t" in screen(app)
         assert len(engine(app).commands) == asked, "texts are kept while the recipe is the same"
+        await pilot.press("escape")
+        await say(app, pilot, inputs(app), events.Idle())
+        await pilot.press("g")
+        assert len(engine(app).commands) == asked + 1, "generated again with other inputs"
         await pilot.press("escape", "2", "g")
-        assert engine(app).commands[-1] == "generate 24 def", "and generated again with another"
+        assert engine(app).commands[-1] == "generate 24 def", "and with another recipe"
         await pilot.press("escape")
         assert engine(app).commands[-1] == "cancel generate"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
@@ -17,6 +18,9 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.base import Pane
 
+if TYPE_CHECKING:
+    from dtype_engine.results.inputs import InputsSummary
+
 
 @dataclass
 class _LastGeneration:
@@ -25,8 +29,8 @@ class _LastGeneration:
     wanted: Generate | None = None
     """The prompt and length, or None if nothing was generated yet."""
     texts: tuple[Generation, ...] = ()
-    made_with: tuple[Recipe, RunSettings] | None = None
-    """The recipe and settings with which `texts` were generated."""
+    made_with: tuple[Recipe, RunSettings, InputsSummary | None] | None = None
+    """The recipe, settings and inputs with which `texts` were generated."""
 
 
 class Windows:
@@ -42,7 +46,7 @@ class Windows:
     def keep_result(self, event: events.Generated) -> None:
         """Keep generated texts for the next time that their window is opened."""
         self._generation.texts = event.texts
-        self._generation.made_with = event.recipe, self._experiment.settings
+        self._generation.made_with = event.recipe, self._experiment.settings, self._experiment.model.inputs_summary
 
     def open_result(self, event: events.Event, width: int) -> None:
         """Open the window for a result that has arrived. Other events open no window. width: the screen's width in cells."""
@@ -66,7 +70,7 @@ class Windows:
 
     def generation(self) -> None:
         """Open the window that generates text. The prompt and length of the last time are kept, and so are their texts while the
-        recipe and the settings are the same.
+        recipe, the settings and the inputs are the same.
         """
         controller, last = self._controller, self._generation
         if self._experiment.model.no_forward:
@@ -79,7 +83,8 @@ class Windows:
             controller.ask(wanted)
             return controller.activity.busy
 
-        same = (self._experiment.recipe, self._experiment.settings) == last.made_with
+        experiment = self._experiment
+        same = (experiment.recipe, experiment.settings, experiment.model.inputs_summary) == last.made_with
         texts = last.texts if same else ()
         self._push(GenerationScreen(last.wanted, texts, start, lambda: controller.life.stop(Generate.name)))
 

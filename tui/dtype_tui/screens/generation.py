@@ -19,7 +19,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.commands import Generate
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.screens.modal import SCROLLING, ModalScreen
 from dtype_tui.widgets.line_input import LineInput
 
 MOST_TOKENS = 4096
@@ -45,10 +45,7 @@ class GenerationScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("escape", "leave", "Close, and stop generating", priority=True),
         Binding("tab,shift+tab", "other_line", "Prompt, length", priority=True),
-        Binding("up", "scroll(-1)", "Scroll up", priority=True),
-        Binding("down", "scroll(1)", "Scroll down", priority=True),
-        Binding("pageup", "scroll(-8)", "A page up", priority=True, show=False),
-        Binding("pagedown", "scroll(8)", "A page down", priority=True, show=False),
+        *SCROLLING,
     ]
 
     def __init__(

@@ -15,6 +15,7 @@ from rich.console import RenderableType
 from textual import on
 from textual.app import App, ScreenStackError
 from textual.await_complete import AwaitComplete
+from textual.binding import Binding
 from textual.command import CommandPalette as _CommandPalette
 from textual.containers import VerticalScroll
 from textual.css.query import NoMatches
@@ -76,6 +77,15 @@ def _draw_over(window: Screen[Any]) -> RenderableType | None:
     stack = window.app.screen_stack
     place = stack.index(window) if window in stack else 0
     return BackgroundScreen(stack[place - 1], window.styles.background) if place else None
+
+
+SCROLLING = (
+    Binding("up", "scroll(-1)", "Scroll up", priority=True),
+    Binding("down", "scroll(1)", "Scroll down", priority=True),
+    Binding("pageup", "scroll(-8)", "A page up", priority=True, show=False),
+    Binding("pagedown", "scroll(8)", "A page down", priority=True, show=False),
+)
+"""The keys that scroll a window in which a line to type in has the focus."""
 
 
 class ModalScreen(_ModalScreen[Result]):
