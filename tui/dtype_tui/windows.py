@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.runs import Generation
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Generate
 from dtype_tui.state.controller import Controller
@@ -20,6 +19,7 @@ from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
     from dtype_engine.results.inputs import InputsSummary
+    from dtype_engine.results.runs import Generation
 
 
 @dataclass

@@ -11,13 +11,14 @@ from rich.text import Text
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree, ancestors
 from dtype_engine.core.units import decibels
-from dtype_tui.rendering.canvas import Axes, Note, Series, linear_axes, plot
 from dtype_tui.rendering.palette import ramp
 from dtype_tui.state.depth import depth_label, depth_modules
 from dtype_tui.widgets.panes.base import Pane
 
+# The first paint plots nothing, so what plots is imported where it is used.
 if TYPE_CHECKING:
     from dtype_engine.results.drift import ModuleDrift
+    from dtype_tui.rendering.canvas import Axes, Note, Series
     from dtype_tui.state.experiment import Experiment
 
 _LOWER_SHARE = 0.12
@@ -58,6 +59,8 @@ class DepthPane(Pane):
             return Text(
                 "No layer drifts." if nothing else "The drift of each layer appears when it is measured.", "dim"
             )
+        from dtype_tui.rendering.canvas import Series, plot
+
         axes = _axes([*whole, *dim], len(names))
         series = [
             Series(dim, style="dim"),
@@ -98,6 +101,8 @@ class DepthPane(Pane):
         place = next((names.index(above) for above in (name, *ancestors(name)) if above in names), None)
         if place is None or not math.isfinite(whole[place][1]):
             return ()
+        from dtype_tui.rendering.canvas import Note, Series
+
         layer = names[place]
         inside = printable(name[len(layer) :].strip("."), 60)
         words = " ".join(part for part in (depth_label(layer), inside) if part)
@@ -113,6 +118,8 @@ def _sqnr(drift: ModuleDrift | None) -> float:
 
 def _axes(points: Sequence[tuple[float, float]], count: int) -> Axes:
     """Return axes that contain the points, with room below them. count: the number of modules."""
+    from dtype_tui.rendering.canvas import Axes, linear_axes
+
     fitted = linear_axes(points)
     low = fitted.low - _LOWER_SHARE * (fitted.high - fitted.low)
     return Axes(0.0, max(1.0, count - 1.0), low, fitted.high, zero=False, linear=True)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.widgets.panes.base import Pane
 
@@ -31,6 +30,10 @@ class TradeOffPane(Pane):
 
     def draw(self, activity: str, node: str) -> RenderableType:
         entries = self.experiment.measured
+        if not entries:
+            return Text("Each measured recipe is a point here.", "dim")
+        from dtype_tui.rendering.canvas import Series, axes_around, plot  # the first paint plots nothing
+
         distribution = any(entry.output.kl_mean is not None for entry in entries)
         series = []
         for entry in entries:
