@@ -101,6 +101,7 @@ def inspect(job: Job) -> str:
     assert found["stored_bytes"] == made.stored_bytes()
     assert found["planned_bytes"] == made.planned_bytes(BF16)
     assert found["parameters"] == made.parameters
+    assert sum(kind["bytes"] for kind in found["kinds"]) == made.planned_bytes(BF16)
     rows = [row for row in found["tensors"] if row["kind"] != "non-persistent buffer"]
     listed = {name for row in rows for name in (row["name"], *row["tied"])}
     if made.module is None or made.wide:

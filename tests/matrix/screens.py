@@ -133,6 +133,21 @@ async def _memory(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     return made.loader
 
 
+async def _header(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """The line at the top after the cast: how many bytes less, and a word for the drift of a model that runs."""
+    stored, planned = made.stored_bytes(), made.planned_bytes(BF16)
+    line = shown(app).splitlines()[0]
+    if planned != stored:
+        assert f"{100 * abs(planned / stored - 1):.0f} % {'less' if planned < stored else 'more'}" in line, line
+    if made.module is not None and made.inputs is not None:
+        await until(
+            pilot,
+            lambda: re.search(" (exact|invisible|small|visible|broken) ", shown(app).splitlines()[0]),
+            "no verdict",
+        )
+    return made.loader
+
+
 async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     text = pane(app, "Drift")
     if made.module is None or made.inputs is None:
@@ -239,6 +254,7 @@ async def walk(ways: Sequence[str], made: Made, work: Path) -> dict[str, Cell | 
             steps: dict[str, Callable[[], Coroutine[Any, Any, str]]] = {
                 "app: tree": lambda: _tree(app, pilot, made),
                 "app: Memory": lambda: _memory(app, pilot, made),
+                "app: header": lambda: _header(app, pilot, made),
                 "app: Drift": lambda: _drift(app, pilot, made),
                 "app: v": lambda: _values(app, pilot, made),
                 "app: e": lambda: _export(app, pilot, made, work),
@@ -265,6 +281,6 @@ async def _resume(made: Made, rules: Any, cursor: str) -> str:
     return made.loader
 
 
-AT_FIRST = ("app: tree", "app: Memory", "app: Drift", "app: v", "app: e", "app: :check")
+AT_FIRST = ("app: tree", "app: Memory", "app: header", "app: Drift", "app: v", "app: e", "app: :check")
 """The ways in the first run of the app, each of which needs what those before it have brought about."""
 SCREENS = (*AT_FIRST, "app: --resume")

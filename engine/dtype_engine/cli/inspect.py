@@ -50,6 +50,8 @@ def inspect(
     """List modules with dtypes, parameters and bytes. If the checkpoint has headers, only the headers are read."""
     if (top is not None) + (by is not None) + (depth is not None or sort != "model" or whole) > 1:
         raise UserError("--top, --by, and the options of the tree (--depth, --sort, --all) exclude each other")
+    if as_object and (top is not None or by is not None or depth is not None or sort != "model"):
+        raise UserError("--json always prints everything: leave out --top, --by, --depth and --sort")
     source = request.locate()
     planned = request.plan(source)
     tree, plan = planned.tree, planned.plan

@@ -76,5 +76,7 @@ def test_kinds_add_up_in_planned_dtypes() -> None:
 def test_one_view_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["inspect", "demo", "--top", "3", "--by", "kind"]) == 2
     assert "exclude each other" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", ["inspect", "demo", "--json", "--top", "3"]) == 2
+    assert "--json always prints everything" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["inspect", "demo", "--depth", "1"]) == 0
     assert "like" not in capsys.readouterr().out  # a pipe gets each layer

@@ -201,8 +201,9 @@ def diagnose_nonfinite(
     reason, after = "", None
     tried = _scopes(tree, recipe, origin)
     what: Literal["output", "modules"] = "output" if output.nonfinite else "modules"
-    for done, rules in enumerate(tried):
+    for done, make_rules in enumerate(tried):
         on_trial(done, len(tried))
+        rules = make_rules()
         after = _finite_output_under(meter, tree, recipe.then(*rules), what, cancelled)
         if after is not None:
             if what == "modules":
@@ -221,9 +222,9 @@ def diagnose_nonfinite(
     return dataclasses.replace(diagnosis, before=output, after=after)
 
 
-def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Scope]:
-    """Return the sets of rules to try as a remedy for the values at `origin`: first rules for few weights, then for more and
-    more.
+def _scopes(tree: Tree, recipe: Recipe, origin: _Origin) -> list[Callable[[], Scope]]:
+    """Return functions that make the sets of rules to try as a remedy for the values at `origin`: first for few weights, then for
+    more and more.
     """
     culprit = origin.culprit
     if culprit is None:

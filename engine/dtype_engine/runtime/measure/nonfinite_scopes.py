@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -34,8 +35,9 @@ def scopes(
     largest: float,
     dtype: str,
     reached: Magnitudes,
-) -> list[Scope]:
-    """Return sets of rules to try, from narrow to wide.
+) -> list[Callable[[], Scope]]:
+    """Return functions that make the sets of rules to try, from narrow to wide. Some take seconds for a large model, so each is to
+    be called only when those before it have failed.
 
     First come the weight and the module of the operation where the values arise (the culprit). Then come all weights of the
     culprit's dtype whose operations have values beyond the dtype's range in the reference. Then come the modules above the culprit,
@@ -46,26 +48,32 @@ def scopes(
     operation where the values arise; "", () and "" if it is unknown. largest: the largest |value| of the culprit's weights, or of
     its arguments if its weights are finite. reached: the magnitudes in the reference.
     """
-    found: list[Scope] = []
-    if len(weights) == 1:
-        if largest > torch.finfo(torch.float32).max:
-            found.append((Rule.make(weights[0], "float64"),))
-        found.append((Rule.make(weights[0], "bfloat16"),))
-    around = list(_around(tree, module))
-    found += [(Rule.make(pattern, "bfloat16"),) for pattern in around[:1]]
-    if dtype in dtypes.COMPUTE_DTYPES:
-        planned = make_plan(tree, recipe).dtypes
-        narrow = [name for name, chosen in planned.items() if chosen == dtype and tree.tensors[name].castable]
-        beyond = _beyond(narrow, dtypes.BY_NAME[dtype].max, reached)
-        found += [_in_bfloat16(tree, recipe, beyond)] if beyond else []
-    found += [(Rule.make(pattern, "bfloat16"),) for pattern in around[1:]]
-    if dtype in dtypes.COMPUTE_DTYPES and narrow:
-        found.append(_in_bfloat16(tree, recipe, narrow))
-    found += [(Rule.make("*", "bfloat16"),), (Rule.make("*", "float32"),)]
-    return list(dict.fromkeys(found))
+    own = [_rule(weights[0], "bfloat16")] if len(weights) == 1 else []
+    if own and largest > torch.finfo(torch.float32).max:
+        own.insert(0, _rule(weights[0], "float64"))
+    around = [_rule(pattern, "bfloat16") for pattern in _around(tree, module)]
+    planned = make_plan(tree, recipe).dtypes
+    narrow = [name for name, chosen in planned.items() if chosen == dtype and tree.tensors[name].castable]
+    row = dtypes.BY_NAME.get(dtype)
+    beyond = _beyond(narrow, row.max, reached) if row is not None else []
+    return [
+        *own,
+        *around[:1],
+        *([partial(_in_bfloat16, tree, recipe, beyond)] if beyond else []),
+        *around[1:],
+        *([partial(_in_bfloat16, tree, recipe, narrow)] if narrow else []),
+        _rule("*", "bfloat16"),
+        _rule("*", "float32"),
+    ]
+
+
+def _rule(pattern: str, dtype: str) -> Callable[[], Scope]:
+    """Return a function that makes a set of one rule."""
+    return lambda: (Rule.make(pattern, dtype),)
 
 
 def _in_bfloat16(tree: Tree, recipe: Recipe, names: list[str]) -> Scope:
+    """Return rules that cast these weights to bfloat16 and leave all others as `recipe` has them."""
     return minimize(tree, dict.fromkeys(names, "bfloat16"), recipe).rules
 
 
