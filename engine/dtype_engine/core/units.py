@@ -75,6 +75,11 @@ def decibels(value: float | None) -> str:
     return f"{round(value, 2) + 0.0:.2f} dB"  # without + 0.0, a small negative value is written as -0.00
 
 
+def signed(value: float, digits: int) -> str:
+    """Return a number with its sign and `digits` decimals, such as `+0.26`. What rounds to 0 is positive."""
+    return f"{round(value, digits) + 0.0:+.{digits}f}"
+
+
 def percent_with_error(share: float, error: float | None) -> str:
     """Return a share and its error, both from 0 to 1, in percent: `99.12 ± 0.08 %`."""
     return f"{100 * share:.2f}" + (f" ± {100 * error:.2f} %" if error is not None else " %")

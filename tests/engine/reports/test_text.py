@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.units import change_text, decibels, human_bytes, human_count, percent_with_error, plural
+from dtype_engine.core.units import change_text, decibels, human_bytes, human_count, percent_with_error, plural, signed
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import ModuleDrift, worst_modules
 
@@ -26,6 +26,11 @@ def test_counts(count: int, shown: str) -> None:
 @pytest.mark.parametrize(("value", "shown"), [(-0.001, "0.00 dB"), (-0.01, "-0.01 dB"), (46.5, "46.50 dB")])
 def test_decibels_have_no_negative_zero(value: float, shown: str) -> None:
     assert decibels(value) == shown
+
+
+@pytest.mark.parametrize(("value", "shown"), [(-0.0001, "+0.00"), (0.0, "+0.00"), (-0.3, "-0.30"), (12.345, "+12.35")])
+def test_a_signed_number_has_no_negative_zero(value: float, shown: str) -> None:
+    assert signed(value, 2) == shown
 
 
 @given(st.integers(0, 10**15))

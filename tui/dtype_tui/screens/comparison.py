@@ -10,7 +10,7 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text
+from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text, signed
 from dtype_engine.recipe import Plan, Recipe, make_plan, tensor_bytes
 from dtype_engine.results.drift import ModuleDrift, sqnr_gain
 from dtype_engine.results.meaning import meaning
@@ -187,7 +187,7 @@ def _modules(one: Side, other: Side) -> Table | Text:
             printable(name, 300),
             decibels(left),
             decibels(right),
-            "" if gain is None else f"{gain:+.2f} dB",
+            "" if gain is None else f"{signed(gain, 2)} dB",
         )
     if len(rows) > MOST_ROWS:
         table.add_row(f"and {len(rows) - MOST_ROWS:,} more", "", "", "")

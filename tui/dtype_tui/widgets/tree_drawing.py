@@ -14,7 +14,7 @@ from textual.strip import Strip
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.dtypes import padded
-from dtype_engine.core.units import human_count, percent
+from dtype_engine.core.units import human_count, percent, signed
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
@@ -297,7 +297,7 @@ def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Colu
             before = _as_of_module(baseline.output)
         now = _drift(experiment, row)
         gain = sqnr_gain(now, before) if now is not None and before is not None else None
-        other, change = drift_text(before), "" if gain is None else f"{round(gain, 1) + 0.0:+.1f}"
+        other, change = drift_text(before), "" if gain is None else signed(gain, 1)
     line.add(
         f"{other if columns.other else '':>{columns.other}}{change if columns.change else '':>{columns.change}}", DIM
     )

@@ -14,7 +14,7 @@ from rich.text import Text
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, plural
+from dtype_engine.core.units import decibels, plural, signed
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import extent_text, first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
@@ -282,7 +282,7 @@ def _other_figures(output: OutputDrift, has_kl: bool, columns: int) -> list[Text
             left.append(("same top-1", f"{100 * output.top1_agreement:.1f} %"))
         if output.perplexity_reference and output.perplexity_candidate is not None:
             left.append(
-                ("perplexity", f"{100 * (output.perplexity_candidate / output.perplexity_reference - 1):+.2f} %")
+                ("perplexity", f"{signed(100 * (output.perplexity_candidate / output.perplexity_reference - 1), 2)} %")
             )
         if output.kl_p99 is not None:
             left.append(("KL p99", scientific(output.kl_p99, 1)))
