@@ -16,6 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes import EncodedWeight, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -65,6 +66,15 @@ class Checkpoint:
         """
         own = read_quantized(self.path, self.tensors, self.metadata)
         return own | {alias: own[first] for alias, first in self.aliases.items() if first in own}
+
+    @cached_property
+    def encoded(self) -> dict[str, EncodedWeight]:
+        """The weights that other programs quantised, under the names that they have in a checkpoint that is not quantised. Empty
+        for pickles and GGUF files.
+
+        Raises UserError if a tensor that describes a weight can't be read.
+        """
+        return read_encoded(self.foreign, self.config, self.metadata) if self.form == "safetensors" else {}
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:

@@ -10,10 +10,12 @@ import mmap
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, QuantizedWeight
+from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import SCALE
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats import schemes
 from dtype_engine.runtime.formats.quantize_blocks import from_file
 from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
@@ -98,3 +100,10 @@ def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]
             {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype
         )
     return read_mapped(weight.data), read_mapped(weight.parts[SCALE]).reshape(-1).clone()
+
+
+def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None) -> torch.Tensor:
+    """Return the float32 values of a weight that another program quantised, or only its rows from `first` up to `last` along its
+    first dimension. Raises UserError if a file can't be read.
+    """
+    return schemes.decode(weight, {role: read_mapped(part) for role, part in weight.parts.items()}, first, last)

@@ -1,0 +1,38 @@
+"""Which tensors of a checkpoint form one weight, for every quantisation scheme that is read here: a file for each scheme.
+
+A reader gets headers alone. It returns the weights whose tensors are all there and have the dtypes and shapes that the scheme
+requires. All other tensors stay what they are, and `check` reports those that look like parts of a weight. The decoders are in
+`runtime/formats/schemes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.schemes import fp8_blocks
+from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
+
+__all__ = ["CODES", "EncodedWeight", "read_encoded", "read_small"]
+
+Reader = Callable[
+    [Mapping[str, CheckpointTensor], Mapping[str, Any], Mapping[str, str]],
+    dict[str, EncodedWeight],
+]
+_READERS: tuple[Reader, ...] = (fp8_blocks.read,)
+
+
+def read_encoded(
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None, metadata: Mapping[str, str]
+) -> dict[str, EncodedWeight]:
+    """Return the weights that other programs quantised, by their names in a checkpoint that is not quantised.
+
+    tensors: all tensors of the files, by name. config: the content of config.json, or None. metadata: the metadata of the files'
+    headers. Raises UserError if a small tensor that describes a weight can't be read.
+    """
+    found: dict[str, EncodedWeight] = {}
+    for read in _READERS:
+        for name, weight in read(tensors, config or {}, metadata).items():
+            found.setdefault(name, weight)
+    return found

@@ -1,0 +1,61 @@
+"""A weight that another program quantised, as the headers of its files describe it: its name, shape and format, and its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import reading
+
+CODES = "codes"
+"""The part of every encoded weight that has a code for each value."""
+_LARGEST_PART = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedWeight:
+    """A weight that another program stored as codes, with the scales and other tensors that turn codes into values."""
+
+    name: str
+    """The name of the weight in a checkpoint that is not quantised, such as `model.layers.0.mlp.down_proj.weight`."""
+    shape: tuple[int, ...]
+    """The shape of the weight in a checkpoint that is not quantised: [out, in], or [experts, out, in] for stacked experts."""
+    scheme: str
+    """The name of the scheme, which selects the decoder in `runtime/formats/schemes`."""
+    format: str
+    """The name of the weight's format, such as `gptq:int4@g128` or `fp8:e4m3@128x128`: scheme, type of a code, and block."""
+    parts: Mapping[str, CheckpointTensor]
+    """The tensors in the files, keyed by their role in the scheme, such as "codes", "scale" or "zero_point"."""
+    settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    """What the decoder needs besides the tensors, such as the number of bits or the size of a block."""
+    beside: tuple[CheckpointTensor, ...] = ()
+    """Tensors that belong to the weight and do not change its values, such as the scale of the layer's inputs."""
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        """All tensors of the weight in the files."""
+        return (*self.parts.values(), *self.beside)
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of all tensors of the weight in the files."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def read_small(tensor: CheckpointTensor) -> bytes:
+    """Return the bytes of a small tensor, such as a shape or a description in JSON, read without torch.
+
+    Raises UserError if the tensor is larger than 64 KiB or its file can't be read.
+    """
+    if tensor.nbytes > _LARGEST_PART or tensor.start is None:
+        raise UserError(f"{tensor.file}: {tensor.name} has {tensor.nbytes} bytes, too many for what it describes")
+    with reading(tensor.file), open(tensor.file, "rb") as file:
+        file.seek(tensor.start)
+        found = file.read(tensor.nbytes)
+    if len(found) < tensor.nbytes:
+        raise UserError(f"{tensor.file} was cut short while it was read")
+    return found

@@ -1,0 +1,28 @@
+"""Decoders of weights that other programs quantised: codes, scales and so on to values in float32. A file for each scheme.
+
+Which tensors form a weight is read by `checkpoint/schemes`, which has a file for each scheme, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from dtype_engine.checkpoint.schemes import EncodedWeight
+from dtype_engine.runtime.formats.schemes import fp8_blocks
+from dtype_engine.runtime.formats.schemes.parts import Parts
+
+__all__ = ["Parts", "decode"]
+
+Decoder = Callable[[EncodedWeight, Parts, int, int], torch.Tensor]
+_DECODERS: dict[str, Decoder] = {"fp8": fp8_blocks.decode}
+
+
+def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:
+    """Return a weight's values in float32, in its shape, or only its rows from `first` up to `last` along its first dimension.
+
+    parts: the tensors of the weight by role, as the files store them. The result is exact: the product of code and scales in
+    float32, without any rounding to a narrower dtype.
+    """
+    return _DECODERS[weight.scheme](weight, parts, first, weight.shape[0] if last is None else last)

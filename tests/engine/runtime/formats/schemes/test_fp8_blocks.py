@@ -1,0 +1,59 @@
+"""float8 with block scales: every value equals the table of float8 values times the scale of its block, ragged blocks included."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.runtime.model.mmap_reader import read_encoded
+
+_BLOCK = (128, 128)
+
+
+def _value(code: int) -> float:
+    """The value of a code in float8_e4m3fn by the definition of the format: sign, 4 bits of exponent, 3 bits of mantissa."""
+    sign, exponent, mantissa = -1.0 if code & 128 else 1.0, code >> 3 & 15, code & 7
+    return sign * (mantissa / 8 * 2.0**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(256, 128), (576, 320), (5, 130)])
+def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, rows: int, columns: int) -> None:
+    random = np.random.default_rng(rows)
+    codes = random.integers(0, 256, (rows, columns), dtype=np.uint8)
+    codes[(codes & 127) == 127] = 0  # those two codes are NaN
+    scales = random.uniform(0.5, 2, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
+    save_file(
+        {
+            "x.weight": torch.from_numpy(codes).view(torch.float8_e4m3fn),
+            "x.weight_scale_inv": torch.from_numpy(scales),
+        },
+        tmp_path / "model.safetensors",
+    )
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = open_checkpoint(tmp_path)
+    weight = checkpoint.encoded["x.weight"]
+    right = np.array(
+        [[np.float32(_value(codes[i, j])) * scales[i // 128, j // 128] for j in range(columns)] for i in range(rows)],
+        np.float32,
+    )
+    assert weight.shape == (rows, columns)
+    assert weight.format == "fp8:e4m3@128x128"
+    np.testing.assert_array_equal(read_encoded(weight).numpy(), right)
+    np.testing.assert_array_equal(read_encoded(weight, 3, 5).numpy(), right[3:5])
+
+
+def test_scales_that_do_not_cover_the_blocks_make_no_weight(tmp_path: Path) -> None:
+    save_file(
+        {"x.weight": torch.zeros(576, 128).to(torch.float8_e4m3fn), "x.weight_scale_inv": torch.ones(4, 1)},
+        tmp_path / "model.safetensors",
+    )
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(_BLOCK)}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not open_checkpoint(tmp_path).encoded
