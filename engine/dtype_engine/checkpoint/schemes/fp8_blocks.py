@@ -55,6 +55,10 @@ def read(
 
 def _block(declared: object) -> tuple[int, int] | None:
     """Return the size of a block as (rows, columns), or None if `weight_block_size` is not such a pair."""
-    if not isinstance(declared, list) or len(declared) != 2 or any(type(size) is not int or size < 1 for size in declared):
+    if (
+        not isinstance(declared, list)
+        or len(declared) != 2
+        or any(type(size) is not int or size < 1 for size in declared)
+    ):
         return None
     return declared[0], declared[1]

@@ -40,7 +40,10 @@ def test_each_value_is_its_code_times_the_scale_of_its_block(tmp_path: Path, row
     checkpoint = open_checkpoint(tmp_path)
     weight = checkpoint.encoded["x.weight"]
     right = np.array(
-        [[np.float32(_value(codes[i, j])) * scales[i // 128, j // 128] for j in range(columns)] for i in range(rows)],
+        [
+            [np.float32(_value(int(codes[i, j]))) * scales[i // 128, j // 128] for j in range(columns)]
+            for i in range(rows)
+        ],
         np.float32,
     )
     assert weight.shape == (rows, columns)
