@@ -310,7 +310,7 @@ def as_stored(
         wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
         # Packed codes are not the weight's values. transformers finds no such weight and initialises it as a missing one.
         found = {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
-        return found | {name: values.held(torch.device("cpu")).dtype for name, values in encoded.items()}
+        return found | {name: values.holds for name, values in encoded.items()}
 
     return with_dtypes(model_class, stored)
 

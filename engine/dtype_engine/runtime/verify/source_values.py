@@ -17,7 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from dtype_engine.checkpoint.file_kind import kind_of
+from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.units import plural
+from dtype_engine.runtime.model.mmap_reader import read_encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,21 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
         return _of_pickles(files, wanted, trust)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(f"the source can't be read to compare with it: {one_line(error, with_type=True)}") from None
+
+
+def with_decoded(values: SourceValues, decoded: Mapping[str, EncodedWeight]) -> SourceValues:
+    """Return the values of a source in which the tensors of some weights that another program quantised are replaced by the decoded
+    weights. decoded: these weights by name.
+    """
+    parts = {tensor.name for weight in decoded.values() for tensor in weight.tensors}
+
+    def read(name: str) -> torch.Tensor:
+        return read_encoded(decoded[name]) if name in decoded else values.read(name)
+
+    caveat = (
+        f"{plural(len(decoded), 'weight')} of another program were decoded by the same code here and for the export"
+    )
+    return SourceValues((values.names - parts) | decoded.keys(), read, (*values.unchecked, caveat))
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:
