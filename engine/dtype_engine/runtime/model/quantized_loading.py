@@ -30,8 +30,9 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
         *_integers_for_floats(checkpoint, module, placements),
     ):
         weight = name.removesuffix(BLOCK_SCALED.scale)
-        if name.endswith("weight" + BLOCK_SCALED.scale) and tensors.get(weight) is None:
-            what = f"has no weight to scale: {printable(weight)} is not there"
+        codes = tensors[weight].dtype if weight in tensors else "not there"
+        if weight != name and codes not in BLOCK_SCALED.dtypes:
+            what = f"has no weight to scale: {printable(weight)} is {codes}"
         else:
             what = why if why.startswith(("holds", "belongs")) else f"is {why}"
         raise NoForward(

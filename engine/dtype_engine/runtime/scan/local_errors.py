@@ -88,8 +88,8 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def _computed_in(self, name: str, dtype: str) -> str:
-        """Return a weight's dtype in an operation if it is planned in `dtype`: a compute dtype if it is stored in `dtype`, a format of
-        another program.
+        """Return the dtype in which a weight that is planned in `dtype` takes part in an operation. Only a format of another program,
+        in which the weight is stored, is replaced.
         """
         stored = self.weights[name].stored
         return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype
