@@ -16,7 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import EncodedWeight, read_encoded
+from dtype_engine.checkpoint.schemes import EncodedWeight, gguf, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -70,11 +70,23 @@ class Checkpoint:
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
         """The weights that other programs quantised, under the names that they have in a checkpoint that is not quantised. Empty
-        for pickles and GGUF files.
+        for pickles, and for GGUF files of an architecture whose names are not known.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
+        if self.form == "gguf":
+            return self._of_gguf[0]
         return read_encoded(self.foreign, self.config, self.metadata) if self.form == "safetensors" else {}
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The model's names of the tensors that a GGUF file holds as plain values under llama.cpp's names, keyed by those names."""
+        return self._of_gguf[1]
+
+    @cached_property
+    def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
+        known = self.form == "gguf" and self.config is not None
+        return gguf.read(self.tensors, self.config or {}) if known else ({}, {})
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
