@@ -142,7 +142,9 @@ def _read_small_floats(
             return None
         return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
     if block == (1, 32):
-        return describe(name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings={"code": "e2m1"})
+        return describe(
+            name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings={"code": "e2m1"}
+        )
     parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
     settings = {"code": "e2m1", "divide": True}
     return describe(name, SCHEME, "nvfp4", shape, block, parts, tensors, scales=("float8_e4m3fn",), settings=settings)

@@ -49,10 +49,16 @@ def read(
         parts = {CODES: codes, "scale": scale}
         if codes.dtype in FP8:
             weight = describe(stem, scheme, FP8[codes.dtype], codes.shape, block, parts, tensors, scales=_SCALES)
-        elif codes.dtype == "int8" and scheme == DEEPSEEK and "fp4" in (settings.get("expert_dtype"), config.get("expert_dtype")):
+        elif (
+            codes.dtype == "int8"
+            and scheme == DEEPSEEK
+            and "fp4" in (settings.get("expert_dtype"), config.get("expert_dtype"))
+        ):
             shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else ()
             packed = {"code": "e2m1"}
-            weight = describe(stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, tensors, scales=EXPONENTS, settings=packed)
+            weight = describe(
+                stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, tensors, scales=EXPONENTS, settings=packed
+            )
         if weight is not None:
             found[stem] = weight
     return found

@@ -46,7 +46,9 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 def _decode_rows(settings: Mapping[str, Any], parts: Parts, rows: range, columns: int) -> torch.Tensor:
     """Return some rows of a weight whose rows have `columns` values: float32 [rows, columns]."""
     odd = rows.start % 2 if settings.get("code") == "row pairs" else 0
-    whole = range(rows.start - odd, rows.stop + (odd + len(rows)) % 2 if settings.get("code") == "row pairs" else rows.stop)
+    whole = range(
+        rows.start - odd, rows.stop + (odd + len(rows)) % 2 if settings.get("code") == "row pairs" else rows.stop
+    )
     out = torch.empty((len(whole), columns))
     _fill(settings, parts, whole, out)
     return out[odd : odd + len(rows)]
