@@ -16,7 +16,7 @@ from dtype_engine.checkpoint.packed_weights import quantized_parts
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
 from dtype_engine.checkpoint.prequantized import QuantizedWeight, read_quantized
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, read_encoded
+from dtype_engine.checkpoint.schemes import CODES, EncodedWeight, gguf, read_encoded
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -70,14 +70,26 @@ class Checkpoint:
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
         """The weights that other programs quantised, under the names that they have in a checkpoint that is not quantised. Empty
-        for pickles and GGUF files.
+        for pickles, and for GGUF files of an architecture whose names are not known.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
+        if self.form == "gguf":
+            return self._of_gguf[0]
         if self.form != "safetensors":
             return {}
         found = read_encoded(self.foreign, self.config, self.metadata)
         return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
+
+    @property
+    def renamed(self) -> Mapping[str, str]:
+        """The model's names of the tensors that a GGUF file holds as plain values under llama.cpp's names, keyed by those names."""
+        return self._of_gguf[1]
+
+    @cached_property
+    def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
+        known = self.form == "gguf" and self.config is not None
+        return gguf.read(self.tensors, self.config or {}) if known else ({}, {})
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
@@ -93,7 +105,7 @@ class Checkpoint:
         found = {}
         for name, tensor in self.tensors.items():
             if name not in besides:
-                found[own.get(name, name)] = tensor
+                found[own.get(name) or self.renamed.get(name, name)] = tensor
             found |= {weight.name: weight for weight in of_codes.get(name, ())}
         for name in own.values():
             if found[name].shape != self.quantized[name].shape:  # its codes are packed
@@ -111,12 +123,12 @@ class Checkpoint:
         """Return each weight that another program quantised, with a header as if it were one tensor in its format. A tensor that
         several weights share is counted in the bytes of the first of them.
         """
-        found, seen = {}, set[str]()
+        found, seen = {}, set[tuple[str, int | None]]()
         for name, weight in self.encoded.items():
             if name in self.aliases:
                 continue
-            nbytes = sum(tensor.nbytes for tensor in weight.tensors if tensor.name not in seen)
-            seen |= {tensor.name for tensor in weight.tensors}
+            nbytes = sum(tensor.nbytes for tensor in weight.tensors if (tensor.name, tensor.start) not in seen)
+            seen |= {(tensor.name, tensor.start) for tensor in weight.tensors}
             codes = weight.parts[CODES]
             found[name] = (
                 CheckpointTensor(name, weight.shape, weight.format, codes.file, None, nbytes, packed=True),

@@ -26,6 +26,7 @@ from dtype_engine.checkpoint.safetensors_header import (
     CheckpointTensor,
     read_header,
 )
+from dtype_engine.checkpoint.schemes.gguf import config_of as gguf_config
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
     SINGLE,
@@ -92,7 +93,9 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
-        return Checkpoint(path, (path,), read_gguf(path), form="gguf", identities=identities)
+        tensors, fields = read_gguf(path)
+        config = gguf_config(fields, tensors)
+        return Checkpoint(path, (path,), tensors, config, form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None

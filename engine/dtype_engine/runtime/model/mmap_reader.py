@@ -4,6 +4,7 @@ tensor is freed.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 
@@ -108,4 +109,11 @@ def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None)
     """Return the float32 values of a weight that another program quantised, or only its rows from `first` up to `last` along its
     first dimension. Raises UserError if a file can't be read.
     """
-    return schemes.decode(weight, {role: read_mapped(part) for role, part in weight.parts.items()}, first, last)
+    return schemes.decode(weight, {role: read_part(part) for role, part in weight.parts.items()}, first, last)
+
+
+def read_part(part: CheckpointTensor) -> torch.Tensor:
+    """Return a tensor of an encoded weight, mapped from its file: the bytes of blocks that only GGUF has, or else its values."""
+    if not part.packed:
+        return read_mapped(part)
+    return read_mapped(dataclasses.replace(part, dtype="uint8", shape=(part.nbytes,), packed=False))

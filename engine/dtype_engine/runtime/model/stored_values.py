@@ -18,7 +18,7 @@ from torch.nn import functional
 from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.formats import schemes
-from dtype_engine.runtime.model.mmap_reader import read_mapped
+from dtype_engine.runtime.model.mmap_reader import read_part
 from dtype_engine.runtime.numerics.quantize import dequantize
 
 _CPU = torch.device("cpu")
@@ -120,7 +120,7 @@ class EncodedValues(StoredValues):
 
     @cached_property
     def _parts(self) -> dict[str, torch.Tensor]:
-        return {role: read_mapped(part) for role, part in self.weight.parts.items()}
+        return {role: read_part(part) for role, part in self.weight.parts.items()}
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
