@@ -88,8 +88,8 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def _computed_in(self, name: str, dtype: str) -> str:
-        """Return the dtype that a weight planned in `dtype` has in an operation: `dtype`, unless that is a format of another program,
-        in which the weight is stored.
+        """Return the dtype that a weight planned in `dtype` has in an operation. It is `dtype` itself, except for the format of
+        another program in which the weight is stored.
         """
         stored = self.weights[name].stored
         return dtype_name(stored.holds) if stored.decoded and dtype == self.weights[name].info.dtype else dtype
