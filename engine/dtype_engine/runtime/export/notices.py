@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import plural
 from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.model.name_mapping import Placement
 
@@ -23,19 +22,6 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     return (
         f"{count} stored with scales in a layout that only dtype-engine reads: other programs read scales only for the weights of "
         "linear layers, in float8_e4m3fn, int8, and blocks that divide their rows",
-    )
-
-
-def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> tuple[str, ...]:
-    """Return a sentence about the weights that another program quantised and that the export decodes although no rule casts them.
-    decoded: these weights. items: all weights to export.
-    """
-    if not decoded:
-        return ()
-    first = next(item for item in items if item.encoded is not None and item.name in decoded)
-    return (
-        f"{plural(len(decoded), 'weight')} that no rule casts, first {printable(first.name)}, will be decoded from {first.stored} "
-        f"to {first.dtype}, because config.json can't describe other formats beside that of {first.stored.partition(':')[0]}",
     )
 
 

@@ -26,22 +26,20 @@ from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
+from dtype_engine.runtime.export.encoded import decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
-from dtype_engine.runtime.export.layout import Part, layout_of
-from dtype_engine.runtime.export.notices import decoded_notice, layout_notice, split_notice, tied_notice, uncast_notices
+from dtype_engine.runtime.export.layout import layout_of
+from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
 from dtype_engine.runtime.model.describe import describe
-from dtype_engine.runtime.model.encoded_loading import decoded_dtype
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mmap_reader import read_mapped, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.stored_tree import same_values
 
 _NONE: Mapping[str, float] = {}
-_OF_ENCODED = ("quantization_config", "quantization", "compression_config")
-"""The entries of config.json in which programs describe how they quantised the weights."""
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
@@ -141,8 +139,7 @@ def _placed_contents(
     written: dict[str, str] = {}
     tied: dict[str, str] = {}
     of_files = _planned_in_files(checkpoint, tree, placements, planned)
-    decoded = _decoded_in_a_mix(checkpoint, of_files)
-    of_files |= dict.fromkeys(decoded, decoded_dtype(checkpoint))
+    config, decoded = exported_config(checkpoint, of_files)
     for name, tensor in checkpoint.weights.items():
         stored, dtype = checkpoint.dtype(name), of_files[name]
         placement = placements.get(name)
@@ -180,11 +177,7 @@ def _placed_contents(
     of_experts = experts_notices(items)
     of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))
     notices = (*source_notices, *of_items, *decoded_notice(decoded, items), *uncast, *of_tied, *layout.notices)
-    config = checkpoint.config
-    if config is not None and checkpoint.encoded and not any(item.copied for item in items):
-        config = {key: value for key, value in config.items() if key not in _OF_ENCODED}
-    if any(item.copied for item in items):
-        layout = dataclasses.replace(layout, parts=tuple(_with_metadata(part, checkpoint) for part in layout.parts))
+    layout = layout_beside(layout, checkpoint, items)
     return Contents(
         title,
         _checked(items),
@@ -217,21 +210,6 @@ def _planned_in_files(
             # No rule casts parts of several dtypes that have the dtype of their whole, so each keeps its own.
             found[name] = stored if placement.part and dtype == info.dtype else dtype
     return found
-
-
-def _decoded_in_a_mix(checkpoint: Checkpoint, dtypes_of: Mapping[str, str]) -> list[str]:
-    """Return the weights that no rule casts and that the export decodes all the same, because the configuration of the program that
-    quantised them says how all weights are stored. dtypes_of: the planned dtype of each weight of the files.
-    """
-    kept = [name for name, weight in checkpoint.encoded.items() if dtypes_of[name] == weight.format]
-    mixed = len(kept) < len(checkpoint.encoded) or any(
-        dtype in dtypes.STORAGE_DTYPES and dtype != checkpoint.dtype(name) for name, dtype in dtypes_of.items()
-    )
-    return kept if mixed else []
-
-
-def _with_metadata(part: Part, checkpoint: Checkpoint) -> Part:
-    return dataclasses.replace(part, metadata={**checkpoint.metadata, **part.metadata})
 
 
 def _item(

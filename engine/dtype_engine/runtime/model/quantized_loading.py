@@ -39,9 +39,9 @@ def refuse_unread(title: str, checkpoint: Checkpoint, module: nn.Module, placeme
             f"{title}: no forward pass: {printable(name)} {what}, and it is incomplete or in a scheme that is not decoded here; "
             "`dtype-engine check` lists what is missing. Open the checkpoint that this one was made from to measure"
         )
-    codes = {weight.parts[CODES].dtype for weight in checkpoint.encoded.values()}
+    held = {weight.parts[CODES].dtype for weight in checkpoint.encoded.values()}
     for name, tensor in tensors.items():
-        if tensor.dtype in codes and name in placements and len(tensor.shape) > 1:
+        if tensor.dtype in held and name in placements and len(tensor.shape) > 1:
             raise NoForward(
                 f"{title}: no forward pass: {printable(name)} holds {tensor.dtype} codes, and its scales are not there; "
                 "`dtype-engine check` lists all such tensors"
