@@ -75,7 +75,8 @@ def export(
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = (*contents.notices, *contents.incomplete)
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
-            notices += copy_sidecars(contents.folder, stage)
+            encoded = [item for item in contents.items if item.encoded is not None]
+            notices += copy_sidecars(contents.folder, stage, bool(encoded) and all(item.copied for item in encoded))
         for part in layout.parts:
             (stage / part.folder).mkdir(parents=True, exist_ok=True)
         for file, path in layout.copied:

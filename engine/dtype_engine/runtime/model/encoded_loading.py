@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.schemes.declared import declared
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
@@ -72,6 +73,23 @@ def _values(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool)
     if name in checkpoint.encoded:
         return EncodedValues(checkpoint.encoded[name], holds, turned)
     return PlainValues(read_stored(checkpoint, checkpoint.weights[name]))
+
+
+def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return a sentence for the user if runtimes round the inputs of the quantised layers and a measurement does not."""
+    settings = declared(checkpoint.config or {})
+    groups = settings.get("config_groups")
+    rounded = (
+        settings.get("activation_scheme") is not None
+        or any(weight.beside for weight in checkpoint.encoded.values())
+        or any(
+            isinstance(group, Mapping) and group.get("input_activations")
+            for group in (groups.values() if isinstance(groups, Mapping) else ())
+        )
+    )
+    if not checkpoint.encoded or not rounded:
+        return ()
+    return ("the inputs of quantised layers, which config.json declares as rounded, are not rounded here",)
 
 
 def state_to_load(

@@ -35,7 +35,7 @@ from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.device import pick_device
 from dtype_engine.runtime.model.architecture import Misfit, architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.constructed_buffers import construct_buffers
-from dtype_engine.runtime.model.encoded_loading import encoded_values, state_to_load
+from dtype_engine.runtime.model.encoded_loading import encoded_values, inputs_notice, state_to_load
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
@@ -189,7 +189,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     others = {name: place for name, place in restorable(checkpoint, placements).items() if place.name not in encoded}
     _restore_stored(module, checkpoint, others)
     quantized, packed = _restore_quantized(module, checkpoint, placements)
-    notices = [*checkpoint.notices, *chosen.notices, *of_buffers]
+    notices = [*checkpoint.notices, *chosen.notices, *of_buffers, *inputs_notice(checkpoint)]
     persistent = sum(info.persistent for info in collect_tensors(module)[0])
     coverage = Coverage(persistent, tuple(sorted(set(loading_info.get("missing_keys") or ()) - packed)))
     if coverage.missing:
