@@ -74,7 +74,11 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     config = checkpoint.config or {}
     refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
     model_class, notices = _model_class(transformers, config, folder, options)
-    made = _configuration(transformers, model_class, folder, options)
+    made = (
+        _configuration_of(model_class, config, folder)
+        if checkpoint.form == "gguf"
+        else _configuration(transformers, model_class, folder, options)
+    )
     if not options.trust_remote_code:
         notices += without_foreign_kernels(made, config, printable(folder.name, 100))
     return Architecture(model_class, made, notices, options.trust_remote_code)
@@ -244,6 +248,12 @@ def _configuration(transformers: ModuleType, model_class: Any, folder: Path, opt
         return transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=options.trust_remote_code
         )
+
+
+def _configuration_of(model_class: Any, config: Mapping[str, Any], folder: Path) -> Any:
+    """Return the configuration that the header of a GGUF file gives. Raises NoForward if transformers rejects it."""
+    with reasons(folder):
+        return model_class.config_class(**config)
 
 
 @contextmanager

@@ -8,10 +8,10 @@ values, and undoing a cast restores the stored data without a copy.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,9 +29,12 @@ from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.stored_tree import unused, with_files, without_quantised
+from dtype_engine.runtime.model.stored_values import PlainValues, QuantizedValues, StoredValues
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -41,8 +44,8 @@ class Weight:
     info: TensorInfo
     tensor: torch.Tensor
     """The tensor object in the module."""
-    original: torch.Tensor
-    """The stored data, which is never written to."""
+    stored: StoredValues
+    """The stored values, from which every cast starts. They are never written to."""
     dtype: str
     """The name of the current dtype."""
     scale: torch.Tensor | None = None
@@ -55,8 +58,8 @@ class Weight:
     """While a reference pass runs with the original data in the module: the cast data, which is put back afterwards. Otherwise
     None.
     """
-    stored_scale: torch.Tensor | None = None
-    """The scales stored with this weight, or None for a stored dtype without scales. A weight with stored scales is never cast."""
+    other_reference: StoredValues | None = None
+    """The values of the weight in the reference, if they are others than `stored`; otherwise None."""
     shares: tuple[str, ...] = ()
     """The names of the weights, including this one, that have a common tensor scale now. In NVFP4, these are the weights that
     runtimes fuse.
@@ -64,9 +67,24 @@ class Weight:
     _amax: float | None = None
 
     @property
-    def changed(self) -> bool:
+    def reference(self) -> StoredValues:
+        """The values that the reference uses: the stored ones, unless there are others to compare with."""
+        return self.stored if self.other_reference is None else self.other_reference
+
+    @property
+    def cast(self) -> bool:
         """Whether the current dtype differs from the stored dtype."""
         return self.dtype != self.info.dtype
+
+    @property
+    def differs(self) -> bool:
+        """Whether the module holds other data for this weight than it does for the reference."""
+        return self.cast or self.other_reference is not None
+
+    @property
+    def decoded(self) -> bool:
+        """Whether each operation decodes the values, because the module can't hold them as they are stored."""
+        return self.scale is None and not self.cast and self.stored.decoded
 
     @property
     def form(self) -> str:
@@ -77,7 +95,7 @@ class Weight:
     def amax(self) -> float:
         """The largest finite |value| of the stored data, computed once."""
         if self._amax is None:
-            self._amax = finite_amax(self.original)
+            self._amax = finite_amax(self.stored.read())
         return self._amax
 
     def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
@@ -88,10 +106,10 @@ class Weight:
             self.losses.pop(dtype, None)
         self.shares = shares
         if dtype == self.info.dtype:
-            self.tensor.data = self.original.to(self.tensor.device)
-            self.scale = self.stored_scale
+            self.tensor.data = self.stored.held(self.tensor.device)
+            self.scale = self.stored.scale
         else:
-            data, scale = cast_or_quantize(self.original.to(self.tensor.device), dtype, amax)
+            data, scale = cast_or_quantize(self.stored.read(self.tensor.device), dtype, amax)
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
 
@@ -106,14 +124,21 @@ class Weight:
             return None
         if dtype not in self.losses:
             held = self.tensor.data if self.stashed is None else self.stashed
-            self.losses[dtype] = count_losses(self.info.name, self.original, dtype, held if cast else None, cancelled)
+            stored = self.stored.read()
+            self.losses[dtype] = count_losses(self.info.name, stored, dtype, held if cast else None, cancelled)
         return self.losses[dtype]
 
     @property
     def nbytes(self) -> int:
         """The number of bytes of the current data and scales."""
+        if self.decoded:
+            return self.stored.nbytes
         held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+
+
+def _by_canonical_name(infos: Iterable[TensorInfo], by_any_name: Mapping[str, T]) -> dict[str, T]:
+    return {info.name: by_any_name[name] for info in infos for name in info.names if name in by_any_name}
 
 
 def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
@@ -165,6 +190,7 @@ class LiveModel:
         title: str,
         device: torch.device,
         quantized: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+        encoded: Mapping[str, StoredValues] | None = None,
         placements: Mapping[str, Placement] | None = None,
         **rest: Any,
     ) -> LiveModel:
@@ -172,9 +198,10 @@ class LiveModel:
         originals.
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
-        weight's names. placements: for each tensor of the checkpoint's files, the tensor of the module into which it is loaded.
-        rest: values for the other fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the
-        module does not fit on the device.
+        weight's names. encoded: the values of each weight for which the module has a placeholder, keyed in the same way. placements:
+        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
+        fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
+        device.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -195,20 +222,28 @@ class LiveModel:
             wide = next((name for name, tensor in module.state_dict().items() if tensor.dtype == torch.float64), None)
             if wide is not None:
                 raise UserError(f"{title}: {wide} is in float64, which {device} does not have; use --device cpu")
+        encoded = encoded or {}
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
+            for tensor in map(module.state_dict(keep_vars=True).__getitem__, encoded):
+                tensor.data = tensor.new_empty(0)  # a placeholder would take the memory of the whole weight there
             try:
                 module.to(device)  # a tensor object that can't be moved is replaced by a new one
             except torch.OutOfMemoryError as error:
                 reason = str(error).split(". ")[0]
                 raise UserError(f"the model does not fit on {device}: {reason}; try --device cpu") from None
+        for name, tensor in module.state_dict(keep_vars=True).items() if encoded else ():
+            if name in encoded:
+                tensor.data = encoded[name].held(device)
         infos, tensors = collect_tensors(module)
-        quantized = quantized or {}
-        quantized = {info.name: quantized[name] for info in infos for name in info.names if name in quantized}
-        infos = [
-            dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
-            for info in infos
-        ]
+        quantized = _by_canonical_name(infos, quantized or {})
+        encoded = _by_canonical_name(infos, encoded)
+        for number, info in enumerate(infos):
+            if info.name in quantized:
+                infos[number] = dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True)
+            elif info.name in encoded:
+                values = encoded[info.name]
+                infos[number] = dataclasses.replace(info, dtype=values.format, packed_bytes=values.nbytes)
         described, unused_infos = infos, list[TensorInfo]()
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
@@ -217,14 +252,15 @@ class LiveModel:
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
             described = without_quantised(infos, headers)
             unused_infos = unused(placements, headers, described, type(module).__name__)
-        held = {
-            info.name: Weight(
-                info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
-            )
-            for info in infos
-        }
-        for name, (_, scale) in quantized.items():
-            held[name].scale = held[name].stored_scale = scale.to(device)
+        held = {}
+        for info in infos:
+            tensor = tensors[info.name]
+            original = originals.get(id(tensor), tensor.data)
+            stored = encoded.get(info.name) or PlainValues(original)
+            if info.name in quantized:
+                dtype, scale = quantized[info.name]
+                stored = QuantizedValues(original, scale.to(device), dtype)
+            held[info.name] = Weight(info, tensor, stored, info.dtype, stored.scale)
         weights = {info.name: held[info.name] for info in described}
         tree = tree_of(module, [*described, *unused_infos])
         return cls(

@@ -61,8 +61,7 @@ def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor as its file stores it, for example codes without their scales. Only a tensor in a GGUF block format is
-    converted, to float32 values.
+    """Return a tensor as its file stores it, for example codes without their scales.
 
     Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """
@@ -72,16 +71,12 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
         tensor = checkpoint.values[stored.name]
         assert isinstance(tensor, torch.Tensor)
         return tensor
-    if stored.packed:
-        from dtype_engine.runtime.model.gguf_blocks import dequantize
-
-        return torch.from_numpy(dequantize(stored))
     return read_mapped(stored)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
-    stored with scales or in a GGUF block format.
+    stored with scales or in another program's format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError if the file can't be read or the tensor has no
     plain values.
@@ -89,6 +84,8 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     weight = checkpoint.quantized.get(name)
     if weight is not None:
         return dequantize(*read_quantized(weight), torch.float32, dtypes.BY_NAME[weight.dtype].blocks)
+    if name in checkpoint.encoded:
+        return read_encoded(checkpoint.encoded[name])
     return read_stored(checkpoint, checkpoint.weights[name])
 
 
@@ -107,10 +104,10 @@ def read_encoded(weight: EncodedWeight, first: int = 0, last: int | None = None)
     """Return the float32 values of a weight that another program quantised, or only its rows from `first` up to `last` along its
     first dimension. Raises UserError if a file can't be read.
     """
-    return schemes.decode(weight, {role: _read_part(part) for role, part in weight.parts.items()}, first, last)
+    return schemes.decode(weight, {role: read_part(part) for role, part in weight.parts.items()}, first, last)
 
 
-def _read_part(part: CheckpointTensor) -> torch.Tensor:
+def read_part(part: CheckpointTensor) -> torch.Tensor:
     """Return a tensor of an encoded weight, mapped from its file: the bytes of blocks that only GGUF has, or else its values."""
     if not part.packed:
         return read_mapped(part)
