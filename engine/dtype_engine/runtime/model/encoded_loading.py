@@ -46,7 +46,7 @@ def encoded_values(
         if place.name in live:
             places.setdefault(place.name, {})[name] = place
     state, holds = module.state_dict(), torch_dtype(decoded_dtype(checkpoint))
-    turned = turned_names(module, [name for name in checkpoint.encoded if len(checkpoint.encoded[name].shape) == 3])
+    turned = turned_names(module, checkpoint.encoded)
     found: dict[str, StoredValues] = {}
     for name, parts in places.items():
         shape = tuple(state[name].shape)
@@ -59,20 +59,13 @@ def encoded_values(
             continue
         (stored,) = parts
         own = checkpoint.weights[stored].shape
-        across = (*own[:-2], *own[:-3:-1])
-        by_rows = stored in turned or _multiplies_from_the_left(module, name)
-        if own != shape and across != shape:
+        is_turned = stored in turned
+        if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):
             raise NoForward(
                 f"{title}: no forward pass: config.json makes {printable(stored)} {list(shape)}, and the files have {list(own)}"
             )
-        found[name] = _values(checkpoint, stored, holds, across == shape and (own != shape or by_rows))
+        found[name] = _values(checkpoint, stored, holds, is_turned)
     return found
-
-
-def _multiplies_from_the_left(module: nn.Module, name: str) -> bool:
-    """Return whether experts compute x @ weight, so that each expert's weight is [in, out] in the module."""
-    experts = module.get_submodule(name.rpartition(".")[0])
-    return bool(getattr(experts, "is_transposed", False))
 
 
 def _values(checkpoint: Checkpoint, name: str, holds: torch.dtype, turned: bool) -> StoredValues:

@@ -198,8 +198,8 @@ class LiveModel:
         originals.
 
         title: the name of the model. quantized: the dtype and scales of each weight that is stored with scales, keyed by any of the
-        weight's names. encoded: the values of each weight for which the module has a placeholder, keyed in the same way. placements:
-        for each tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
+        weight's names. encoded: the values of each weight for which the module has a placeholder, likewise. placements: for each
+        tensor of the checkpoint's files, the tensor of the module into which it is loaded. rest: values for the other
         fields. Raises UserError if tensors have no data, a module is compiled by TorchScript, or the module does not fit on the
         device.
         """

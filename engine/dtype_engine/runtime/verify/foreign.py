@@ -64,12 +64,14 @@ def _of_checkpoint(checkpoint: Checkpoint, trust: bool) -> _Side:
     """
     weights = checkpoint.weights
     values = of_files(checkpoint.files, frozenset(weights), trust, checkpoint.form == "diffusers")
-    reasons = quantized_parts(checkpoint.foreign, checkpoint.config)
+    reasons = quantized_parts(checkpoint.unread, checkpoint.config)
     stored = {name: (checkpoint.dtype(name), tensor.shape) for name, tensor in weights.items()}
     of_part, decoders = dict[str, str](), dict[str, Callable[[], torch.Tensor]]()
     for name in checkpoint.quantized:
         decoders[name] = partial(read_tensor, checkpoint, name)
-    for weight in packed_weights(checkpoint.foreign):
+    for name in checkpoint.encoded:
+        decoders[name] = partial(read_tensor, checkpoint, name)
+    for weight in packed_weights(checkpoint.unread):
         of_part |= dict.fromkeys(weight.names, weight.name)
         if (decode := decoder(weight, checkpoint.tensors, checkpoint.config, values.read)) is not None:
             decoders[weight.name] = decode

@@ -1,0 +1,86 @@
+"""What an export does with weights that another program quantised: copy their tensors, or decode and write them anew.
+
+The entry in config.json by which that program reads its weights describes all of them. They are copied if no rule casts any, or if
+this entry can list the modules of those that rules cast to plain dtypes. Otherwise all of them are decoded.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import plural
+from dtype_engine.runtime.export.contents import ExportTensor
+from dtype_engine.runtime.export.experts import expert_layer
+from dtype_engine.runtime.export.layout import Layout
+from dtype_engine.runtime.model.encoded_loading import decoded_dtype
+
+_ENTRIES = ("quantization_config", "quantization", "compression_config")
+"""The entries of config.json in which programs describe how they quantised the weights."""
+_PLAIN_MODULES = {
+    "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "torchao": "modules_to_not_convert",
+    "compressed-tensors": "ignore", "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
+}  # fmt: skip
+"""For each quantisation method of transformers, the key under which its settings list the modules that are not quantised."""
+
+
+def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the source's config.json as the export needs it, and the weights that are decoded although no rule casts them. Their
+    dtypes in `of_files` are changed to the dtype to which they are decoded.
+
+    of_files: the planned dtype of each weight of the files.
+    """
+    config, encoded = checkpoint.config, checkpoint.encoded
+    kept = [name for name, weight in encoded.items() if of_files[name] == weight.format]
+    cast = [name for name in encoded if of_files[name] != encoded[name].format]
+    scaled = any(dtype in dtypes.STORAGE_DTYPES and dtype != checkpoint.dtype(name) for name, dtype in of_files.items())
+    if checkpoint.form == "gguf" or (kept and not cast and not scaled):
+        return config, []  # what has the blocks of a GGUF file can't be written, and is refused later
+    if kept and not scaled and (listing := _with_plain_modules(config, cast)) is not None:
+        return listing, []
+    of_files |= dict.fromkeys(kept, decoded_dtype(checkpoint))
+    if config is not None and encoded:
+        config = {key: value for key, value in config.items() if key not in _ENTRIES}
+    return config, kept
+
+
+def _with_plain_modules(config: Mapping[str, Any] | None, weights: Sequence[str]) -> dict[str, Any] | None:
+    """Return a configuration that lists the modules of `weights` as not quantised. Returns None if the method has no such list, or
+    if the weights are not those of single linear layers.
+    """
+    changed = copy.deepcopy(dict(config or {}))
+    settings: dict[str, Any] = changed.get("quantization_config") or {}
+    key = _PLAIN_MODULES.get(str(settings.get("quant_method")))
+    modules = [name.removesuffix(".weight") for name in weights]
+    if key is None or any(
+        module == name or expert_layer(module) for module, name in zip(modules, weights, strict=True)
+    ):
+        return None
+    settings[key] = [*(settings.get(key) or ()), *modules]
+    return changed
+
+
+def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:
+    """Return the layout with the metadata of the source's files if tensors of another program are copied, which may need it."""
+    if not any(item.copied for item in items):
+        return layout
+    parts = (dataclasses.replace(part, metadata={**checkpoint.metadata, **part.metadata}) for part in layout.parts)
+    return dataclasses.replace(layout, parts=tuple(parts))
+
+
+def decoded_notice(decoded: Collection[str], items: Sequence[ExportTensor]) -> tuple[str, ...]:
+    """Return a sentence about the weights that another program quantised and that the export decodes although no rule casts them.
+    decoded: these weights. items: all weights to export.
+    """
+    if not decoded:
+        return ()
+    first = next(item for item in items if item.encoded is not None and item.name in decoded)
+    return (
+        f"{plural(len(decoded), 'weight')} that no rule casts, first {printable(first.name)}, will be decoded from {first.stored} "
+        f"to {first.dtype}, because config.json can't describe them beside the others",
+    )
