@@ -70,7 +70,7 @@ class Checkpoint:
     @cached_property
     def encoded(self) -> dict[str, EncodedWeight]:
         """The weights that other programs quantised, under the names that they have in a checkpoint that is not quantised. Empty
-        for pickles, and for GGUF files of an architecture whose names are not known.
+        for pickles.
 
         Raises UserError if a tensor that describes a weight can't be read.
         """
@@ -88,8 +88,7 @@ class Checkpoint:
 
     @cached_property
     def _of_gguf(self) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
-        known = self.form == "gguf" and self.config is not None
-        return gguf.read(self.tensors, self.config or {}) if known else ({}, {})
+        return gguf.read(self.tensors, self.config) if self.form == "gguf" else ({}, {})
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:

@@ -171,30 +171,30 @@ def _rope_scaling(
 
 
 def read(
-    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any]
+    tensors: Mapping[str, CheckpointTensor], config: Mapping[str, Any] | None
 ) -> tuple[dict[str, EncodedWeight], dict[str, str]]:
     """Return the weights of a GGUF file that have to be decoded, by their names in transformers, and the other tensors' names in
-    transformers, keyed by their names in the file.
+    transformers, keyed by their names in the file. A tensor that transformers does not have keeps its name.
 
     tensors: the tensors of the file by name. config: the result of `config_of`.
     """
-    family = _BY_MODEL_TYPE[config["model_type"]]
+    family = _BY_MODEL_TYPE[config["model_type"]] if config is not None else None
     encoded: dict[str, EncodedWeight] = {}
     renamed: dict[str, str] = {}
     for own, tensor in tensors.items():
         if tensor.refusal is not None:
             continue
-        name, local = _name(own, family)
-        if name is None:
+        name, local = _name(own, family) if family is not None else (None, "")
+        if name is None or family is None or config is None:
+            if tensor.packed:
+                encoded[own] = EncodedWeight(own, tensor.shape, SCHEME, _format(tensor), {CODES: tensor})
             continue
         settings = _changes(local, family, config)
         if "{}" in name:
-            encoded |= _experts(name, tensor, config, family)
+            encoded |= _experts(name, tensor)
         elif tensor.packed or settings or name.endswith("shared_expert_gate.weight"):
             shape = (1, *tensor.shape) if len(tensor.shape) == 1 and "shared_expert_gate" in name else tensor.shape
-            encoded[name] = EncodedWeight(
-                name, shape, SCHEME, f"{SCHEME}:{dtypes.short_name(tensor.dtype)}", {CODES: tensor}, settings
-            )
+            encoded[name] = EncodedWeight(name, shape, SCHEME, _format(tensor), {CODES: tensor}, settings)
         else:
             renamed[own] = name
     return encoded, renamed
@@ -223,9 +223,7 @@ def _changes(local: str, family: _Family, config: Mapping[str, Any]) -> dict[str
     return {"offset": -1.0} if family.shifted_norms and local.endswith("norm") else {}
 
 
-def _experts(
-    name: str, tensor: CheckpointTensor, config: Mapping[str, Any], family: _Family
-) -> dict[str, EncodedWeight]:
+def _experts(name: str, tensor: CheckpointTensor) -> dict[str, EncodedWeight]:
     """Return a weight for each expert of a tensor [experts, out, in], whose bytes lie one after the other in the file."""
     count = tensor.shape[0] if len(tensor.shape) == 3 else 0
     if not 0 < count <= _MOST_EXPERTS or tensor.nbytes % count or tensor.start is None:
@@ -235,8 +233,12 @@ def _experts(
     for expert in range(count):
         own = replace(tensor, shape=tensor.shape[1:], start=tensor.start + expert * each, nbytes=each)
         one = name.format(expert)
-        found[one] = EncodedWeight(one, own.shape, SCHEME, f"{SCHEME}:{dtypes.short_name(tensor.dtype)}", {CODES: own})
+        found[one] = EncodedWeight(one, own.shape, SCHEME, _format(tensor), {CODES: own})
     return found
+
+
+def _format(tensor: CheckpointTensor) -> str:
+    return f"{SCHEME}:{dtypes.short_name(tensor.dtype)}"
 
 
 def _count(value: object) -> bool:

@@ -61,8 +61,7 @@ def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
 
 
 def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
-    """Return a tensor as its file stores it, for example codes without their scales. Only a tensor in a GGUF block format is
-    converted, to float32 values.
+    """Return a tensor as its file stores it, for example codes without their scales.
 
     Raises UserError if the file can't be read or the tensor has no plain values (sparse, without data, ...).
     """
@@ -72,16 +71,12 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
         tensor = checkpoint.values[stored.name]
         assert isinstance(tensor, torch.Tensor)
         return tensor
-    if stored.packed:
-        from dtype_engine.runtime.model.gguf_blocks import dequantize
-
-        return torch.from_numpy(dequantize(stored))
     return read_mapped(stored)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Return the values of a weight from a checkpoint in any file format: in the stored dtype, or in float32 for a weight that is
-    stored with scales, in a GGUF block format or in another program's format.
+    stored with scales or in another program's format.
 
     name: the weight's name without suffixes for codes and scales. Raises UserError if the file can't be read or the tensor has no
     plain values.

@@ -246,7 +246,7 @@ def test_blocks_of_gguf_are_decoded(tmp_path: Path, verified: Callable[..., dict
     assert not found["same"]
     decoded = {tensor["name"]: tensor for tensor in found["tensors"]}
     assert decoded["norm"]["differing"] == 0
-    assert (decoded["output.weight"]["dtype"], decoded["output.weight"]["differing"]) == ("q8_0", None)
+    assert (decoded["output.weight"]["dtype"], decoded["output.weight"]["differing"]) == ("gguf:q8_0", None)
     off = np.abs(gguf.quants.dequantize(blocks, kind).astype(np.float64) - values.astype(np.float64))
     assert decoded["output.weight"]["max_abs"] == off.max()
     assert verified(tmp_path / "q8_0.gguf", tmp_path / "q8_0.gguf")["same"]
