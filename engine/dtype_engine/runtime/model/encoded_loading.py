@@ -79,13 +79,9 @@ def inputs_notice(checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return a sentence for the user if runtimes round the inputs of the quantised layers and a measurement does not."""
     settings = declared(checkpoint.config or {})
     groups = settings.get("config_groups")
-    rounded = (
-        settings.get("activation_scheme") is not None
-        or any(weight.beside for weight in checkpoint.encoded.values())
-        or any(
-            isinstance(group, Mapping) and group.get("input_activations")
-            for group in (groups.values() if isinstance(groups, Mapping) else ())
-        )
+    rounded = settings.get("activation_scheme") is not None or any(
+        isinstance(group, Mapping) and group.get("input_activations")
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
     )
     if not checkpoint.encoded or not rounded:
         return ()

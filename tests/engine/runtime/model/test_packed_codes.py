@@ -32,14 +32,6 @@ def _integers(weight: torch.Tensor) -> Tensors:
     return {"weight": weight.char()}
 
 
-def _modelopt(weight: torch.Tensor) -> Tensors:
-    return {
-        "weight": weight.to(torch.float8_e4m3fn),
-        "weight_scale": torch.tensor(0.1),
-        "input_scale": torch.tensor(1.0),
-    }
-
-
 def _quanto(weight: torch.Tensor) -> Tensors:
     return {"weight._data": weight.char(), "weight._scale": torch.rand(OUT, 1)}
 
@@ -62,7 +54,6 @@ def quantised(make_llama: Callable[..., Path]) -> Callable[..., Path]:
 
 CASES = {
     "MLX": (_mlx, {"bits": 4, "group_size": 32}, "packed by MLX"),
-    "ModelOpt": (_modelopt, {"quant_method": "modelopt", "quant_algo": "FP8"}, "quantised by modelopt"),
     "quanto": (_quanto, None, "optimum-quanto"),
     "unknown": (_unknown, None, "row_scale"),
     "integers": (_integers, None, "holds int8, where LlamaForCausalLM has floating-point values"),
