@@ -118,6 +118,15 @@ class Checkpoint:
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
+    @cached_property
+    def owners(self) -> dict[str, str]:
+        """Maps each tensor of the weights in `encoded` to the first of these weights that it belongs to, by their names."""
+        found: dict[str, str] = {}
+        for name, weight in self.encoded.items():
+            for tensor in weight.tensors:
+                found.setdefault(tensor.name, name)
+        return found
+
     def _headers_of_encoded(self) -> dict[str, tuple[CheckpointTensor, EncodedWeight]]:
         """Return each weight that another program quantised, with a header as if it were one tensor in its format. A tensor that
         several weights share is counted in the bytes of the first of them.
@@ -179,8 +188,7 @@ class Checkpoint:
         """The tensors in `foreign` that belong to none of the weights in `encoded`: plain tensors, and parts of weights that are
         incomplete or whose scheme is unknown.
         """
-        read = {part.name for weight in self.encoded.values() for part in weight.tensors}
-        return {name: tensor for name, tensor in self.foreign.items() if name not in read}
+        return {name: tensor for name, tensor in self.foreign.items() if name not in self.owners}
 
     @property
     def _own_tensor_names(self) -> set[str]:

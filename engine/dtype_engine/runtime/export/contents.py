@@ -116,10 +116,15 @@ class ExportTensor:
     encoded: EncodedWeight | None = None
     """The weight as another program quantised it in the source, or None if the source has its values or codes of this program."""
 
+    copies: tuple[CheckpointTensor, ...] = ()
+    """The tensors of another program that the export copies unchanged. It is () if the weight is written in another format, and if
+    another item copies the tensors: of experts that are stacked in one tensor, the first one does.
+    """
+
     @property
-    def copied(self) -> tuple[CheckpointTensor, ...]:
-        """The tensors of another program that the export copies unchanged, or () if it writes the weight in another format."""
-        return self.encoded.tensors if self.encoded is not None and self.dtype == self.stored else ()
+    def copied(self) -> bool:
+        """Whether the export copies this weight as another program quantised it."""
+        return self.encoded is not None and self.dtype == self.stored
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -128,7 +133,7 @@ class ExportTensor:
         quantised the weight and it is copied, they are the tensors of that program.
         """
         if self.copied:
-            return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copied)
+            return tuple(TensorEntry(each.name, each.dtype, each.shape) for each in self.copies)
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
         theirs, own = codes_names(self.name, self.dtype)

@@ -11,7 +11,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.checkpoint.schemes import EncodedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
@@ -63,6 +64,14 @@ def _with_plain_modules(config: Mapping[str, Any] | None, weights: Sequence[str]
         return None
     settings[key] = [*(settings.get(key) or ()), *modules]
     return changed
+
+
+def copies_of(checkpoint: Checkpoint, weight: EncodedWeight) -> tuple[CheckpointTensor, ...]:
+    """Return the tensors of the files that hold a weight, except those that an earlier weight has as well, so that each is copied
+    once.
+    """
+    whole = {part.name: checkpoint.tensors[part.name] for part in weight.tensors}
+    return tuple(tensor for name, tensor in whole.items() if checkpoint.owners[name] == weight.name)
 
 
 def layout_beside(layout: Layout, checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> Layout:

@@ -26,7 +26,7 @@ from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.results.coverage import Coverage
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
-from dtype_engine.runtime.export.encoded import decoded_notice, exported_config, layout_beside
+from dtype_engine.runtime.export.encoded import copies_of, decoded_notice, exported_config, layout_beside
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import layout_of
@@ -219,7 +219,8 @@ def _item(
     weight = checkpoint.quantized.get(name)
     parts = (tensor,) if weight is None else tuple(weight.parts.values())
     encoded = checkpoint.encoded.get(name)
-    ranges = [part.bytes for part in (parts if encoded is None else encoded.tensors)]
+    copies = copies_of(checkpoint, encoded) if encoded is not None and dtype == stored else ()
+    ranges = [part.bytes for part in (parts if encoded is None else copies)]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
     quantized = (lambda: tuple(map(read_mapped, parts))) if weight is not None and dtype == stored else None
     values = partial(read_tensor, checkpoint, name)
@@ -236,6 +237,7 @@ def _item(
         quantized,
         byte_range,
         encoded=encoded,
+        copies=copies,
     )
 
 

@@ -151,7 +151,7 @@ def _write_item(out: _Target, starts: Mapping[str, int], lost: list[ValueLoss] |
     if item.input_scale is not None:
         assert item.input_scale.value is not None, item.name
         out.put(torch.tensor([item.input_scale.value]), offsets.pop())
-    if item.source_bytes:
+    if item.source_bytes or item.copied:
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at)
     elif item.quantized is not None:
