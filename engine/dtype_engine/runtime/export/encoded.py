@@ -24,8 +24,8 @@ from dtype_engine.runtime.model.encoded_loading import decoded_dtype
 _ENTRIES = ("quantization_config", "quantization", "compression_config")
 """The entries of config.json in which programs describe how they quantised the weights."""
 _PLAIN_MODULES = {
-    "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "torchao": "modules_to_not_convert",
-    "compressed-tensors": "ignore", "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
+    "fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "compressed-tensors": "ignore",
+    "modelopt": "ignore", "bitsandbytes": "llm_int8_skip_modules",
 }  # fmt: skip
 """For each quantisation method of transformers, the key under which its settings list the modules that are not quantised."""
 
