@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
@@ -42,27 +42,38 @@ def exported_config(checkpoint: Checkpoint, of_files: dict[str, str]) -> tuple[d
     scaled = any(dtype in dtypes.STORAGE_DTYPES and dtype != checkpoint.dtype(name) for name, dtype in of_files.items())
     if checkpoint.form == "gguf" or (kept and not cast and not scaled):
         return config, []  # what has the blocks of a GGUF file can't be written, and is refused later
-    if kept and not scaled and (listing := _with_plain_modules(config, cast)) is not None:
+    if kept and not scaled and (listing := _with_plain_modules(checkpoint, cast)) is not None:
         return listing, []
     of_files |= dict.fromkeys(kept, decoded_dtype(checkpoint))
-    if config is not None and encoded:
-        config = {key: value for key, value in config.items() if key not in _ENTRIES}
-    return config, kept
+    return (_without_entries(config) if config is not None and encoded else config), kept
 
 
-def _with_plain_modules(config: Mapping[str, Any] | None, weights: Sequence[str]) -> dict[str, Any] | None:
-    """Return a configuration that lists the modules of `weights` as not quantised. Returns None if the method has no such list, or
-    if the weights are not those of single linear layers.
+def _without_entries(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration, and that of its text part, without what it says about quantised weights."""
+    rest = {key: value for key, value in config.items() if key not in _ENTRIES}
+    text = rest.get("text_config")
+    return rest | ({"text_config": _without_entries(text)} if isinstance(text, dict) else {})
+
+
+def _with_plain_modules(checkpoint: Checkpoint, weights: Sequence[str]) -> dict[str, Any] | None:
+    """Return the source's configuration with the modules of `weights` listed as not quantised. Returns None if the method has no
+    such list, or if the weights are not those of single linear layers.
     """
-    changed = copy.deepcopy(dict(config or {}))
-    settings: dict[str, Any] = changed.get("quantization_config") or {}
+    changed = copy.deepcopy(checkpoint.config or {})
+    settings = changed.get("quantization_config")
+    if not isinstance(settings, dict):
+        return None
     key = _PLAIN_MODULES.get(str(settings.get("quant_method")))
     modules = [name.removesuffix(".weight") for name in weights]
     if key is None or any(
         module == name or expert_layer(module) for module, name in zip(modules, weights, strict=True)
     ):
         return None
-    settings[key] = [*(settings.get(key) or ()), *modules]
+    before = settings.get(key)
+    if before is None:  # without a list, transformers leaves out the head, which a list then has to name
+        others = checkpoint.weights.keys() - checkpoint.encoded.keys()
+        before = sorted(name.removesuffix(".weight") for name in others if len(checkpoint.weights[name].shape) == 2)
+    settings[key] = [*before, *modules]
     return changed
 
 

@@ -159,29 +159,59 @@ def test_an_export_without_rules_is_the_source(
     before, after = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "out"))
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8))
+        assert _same(tensor, after[name])
     configs = [json.loads((each / "config.json").read_text()) for each in (folder, tmp_path / "out")]
     assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
 
 
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
 @pytest.mark.parametrize("make", MODELS)
-@pytest.mark.parametrize("rule", ["*=bf16", "*down_proj*=bf16"])
+@pytest.mark.parametrize("rules", [("*=bf16",), ("*.experts=bf16", "*.0.mlp.up_proj=nvfp4")])
 def test_an_export_has_the_decoded_values_and_no_trace_of_the_scheme(
-    make: Callable[[], transformers.PreTrainedModel], rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Callable[[], transformers.PreTrainedModel],
+    rules: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Weights without a rule are decoded, too: fp8 can't describe others beside its own, and a note says so."""
+    """Where the scheme's settings can't list the weights with a rule, those without one are decoded, too, and a note says so."""
     values = quantised(make, folder := tmp_path / "fp8")
-    _export(folder, out := tmp_path / "out", rule)
+    if rules[0] != "*=bf16":
+        rules = rules[:1] if make is _qwen3_moe else rules[1:]
+    _export(folder, out := tmp_path / "out", *rules)
     said = capsys.readouterr().err
-    assert ("weights that no rule casts" in said) == (rule != "*=bf16")
+    assert ("that no rule casts" in said) == (rules[0] != "*=bf16")
     exported = load_file(out / "model.safetensors")
-    assert exported.keys() == values.keys()
+    config = json.loads((out / "config.json").read_text())
+    assert config.get("quantization_config", {}).get("quant_method") != "fp8"
     for name, value in values.items():
-        assert torch.equal(exported[name], value.bfloat16()), name
-    assert "quantization_config" not in json.loads((out / "config.json").read_text())
-    _, narrow = plain(folder, values, tmp_path / "plain")
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
-    assert all(torch.equal(one, other) for one, other in zip(loaded.parameters(), narrow.parameters(), strict=True))
+        if f"{name}_packed" not in exported:
+            assert _same(exported[name], value.bfloat16()), name
+    if rules[0] == "*=bf16":
+        assert exported.keys() == values.keys()
+        assert "quantization_config" not in config
+        _, narrow = plain(folder, values, tmp_path / "plain")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert all(map(torch.equal, loaded.parameters(), narrow.parameters()))
+
+
+def test_plain_layers_are_listed_beside_packed_ones(tmp_path: Path) -> None:
+    values = quantised(_llama, folder := tmp_path / "fp8")
+    _export(folder, out := tmp_path / "out", "*down_proj=bf16")
+    before, after = (load_file(each / "model.safetensors") for each in (folder, out))
+    plain_now = {name for name in values if "down_proj" in name}
+    assert after.keys() == before.keys() - {f"{name}_scale_inv" for name in plain_now}
+    for name, tensor in after.items():
+        assert _same(tensor, values[name].bfloat16() if name in plain_now else before[name]), name
+    listed = json.loads((out / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
+    assert set(listed) == {name.removesuffix(".weight") for name in plain_now} | {"lm_head", "model.embed_tokens"}
+    (one, ids), (other, _) = (_session(each, tmp_path) for each in (folder, out))
+    assert ids.numel()
+    one.cast("*down_proj", "bfloat16")
+    drifts = [session.drift().output.mean_abs for session in (one, other)]
+    assert drifts[0] == pytest.approx(drifts[1], rel=0.2)  # the references differ by the cast
 
 
 def test_a_cast_to_a_format_with_blocks_has_the_codes_of_the_decoded_values(tmp_path: Path) -> None:
@@ -192,7 +222,7 @@ def test_a_cast_to_a_format_with_blocks_has_the_codes_of_the_decoded_values(tmp_
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("of codes", "of values"))
     assert one.keys() == other.keys()
     for name, tensor in other.items():
-        assert torch.equal(one[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert _same(one[name], tensor), name
 
 
 def test_a_large_weight_is_decoded_in_pieces(tmp_path: Path) -> None:
