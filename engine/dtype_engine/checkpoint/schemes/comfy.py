@@ -1,8 +1,8 @@
 """Single files for ComfyUI, which have no config.json.
 
-`x.comfy_quant` has a description of a layer in JSON, or `_quantization_metadata` in the file's metadata has those of all layers. The
-scales of NVFP4 and MXFP8 are in the order of cuBLAS, and NVFP4 has the first of two values in the high bits. Older files have a
-tensor `scaled_fp8` and `x.scale_weight`. Some files have neither: float8 weights with one scale each, or one for each row.
+`x.comfy_quant` describes a layer in JSON, or `_quantization_metadata` in the file's metadata describes all layers. The scales of
+NVFP4 and MXFP8 are in the order of cuBLAS, and NVFP4 has the first of two values in the high bits. Older files have a tensor
+`scaled_fp8` and `x.scale_weight`. Some files have neither: float8 weights with one scale each, or one for each row.
 
 Kept apart are layers whose weights are rotated (`convrot`, `convrot_w4a4`, `asym_w4a8_int8`), and `awq_w4a16`.
 """

@@ -98,10 +98,9 @@ def _read_words(
     shape = struct.unpack(f"<{prod(held.shape)}{_INTEGERS[held.dtype]}", read_small(held))
     if len(shape) != len(packed.shape) or len(shape) < 2 or packed.shape[:-1] != shape[:-1] or min(shape) < 1:
         return None
-    words = {-(-shape[-1] // (32 // bits)): False, -(-shape[-1] * bits // 32): True}
-    if packed.shape[-1] not in words:
+    dense = packed.shape[-1] == -(-shape[-1] * bits // 32)
+    if not dense and packed.shape[-1] != -(-shape[-1] // (32 // bits)):
         return None
-    dense = words[packed.shape[-1]]
     scale, index, zero = tensors[f"{name}_scale"], tensors.get(f"{name}_g_idx"), tensors.get(f"{name}_zero_point")
     parts: dict[str, CheckpointTensor | None] = {CODES: packed, "scale": scale}
     beside = []

@@ -1,5 +1,5 @@
-"""MXFP4 as gpt-oss stores its experts: `x_blocks` has two e2m1 values in a byte, uint8 [experts, out, blocks, 16], and `x_scales` an
-exponent of two for each block, uint8 [experts, out, blocks]. The model's parameter `x` is [experts, in, out].
+"""MXFP4 as gpt-oss stores its experts: `x_blocks` has two e2m1 values in a byte, uint8 [experts, out, blocks, 16], and `x_scales`
+an exponent of two for each block, uint8 [experts, out, blocks]. The model's parameter `x` is [experts, in, out].
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 config.json and, more completely, in hf_quant_config.json.
 
 Codes are in `x.weight`, and the scales of their blocks in `x.weight_scale`. `x.weight_scale_2`, for the whole tensor, multiplies
-these scales. `x.pre_quant_scale` has a factor for each input of the layer. The layer multiplies its inputs by these factors, so they
-are factors of the weight's columns here. Kept apart are NVFP4_SVD, whose layers also add a product of two small matrices, and
+these scales. `x.pre_quant_scale` has a factor for each input of the layer. The layer multiplies its inputs by these factors, so
+they are factors of the weight's columns here. Kept apart are NVFP4_SVD, whose layers also add a product of two small matrices, and
 experts that are stacked in one tensor.
 """
 

@@ -1,8 +1,8 @@
-"""AMD Quark. `global_quant_config` has the settings of all layers, and `layer_quant_config` those of layers whose names fit a pattern.
+"""AMD Quark. `global_quant_config` has the settings of all layers, `layer_quant_config` those of layers whose names fit a pattern.
 
 Codes are in `x.weight` and their scales in `x.weight_scale`: float8 and int8 with a scale for the tensor, for each row or, for
-float8, for each block; floats of 4 and 6 bits in bytes with an exponent of two for each group. Kept apart are integers in groups, of
-which the files have the transpose.
+float8, for each block; floats of 4 and 6 bits in bytes with an exponent of two for each group. Kept apart are integers in groups,
+of which the files have the transpose.
 """
 
 from __future__ import annotations

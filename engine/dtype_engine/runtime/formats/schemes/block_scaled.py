@@ -96,7 +96,7 @@ def _by_block(
         change(values, scale.index_select(1, columns))
         return
     whole = values.shape[1] // columns
-    change(values[:, : whole * columns].unflatten(1, (whole, columns)), scale[:, :whole, None])
+    change(values[:, : whole * columns].view(len(values), whole, columns), scale[:, :whole, None])
     if whole < scale.shape[1]:
         change(values[:, whole * columns :], scale[:, whole:])
 
@@ -132,4 +132,5 @@ def _zeros(settings: Mapping[str, Any], parts: Parts, rows: range) -> torch.Tens
         zero = zero.reshape(-1, zero.shape[-1] if zero.dim() > 1 else 1)
         return (zero if len(zero) == 1 else zero[rows.start : rows.stop]).to(torch.float32)
     bits = settings["bits"]
-    return (unpack_bits(zero.t(), rows, bits, settings["dense"]) - (1 << (bits - 1))).t().to(torch.float32)
+    signed = unpack_bits(zero.t(), rows, bits, settings["dense"]).sub_(1 << (bits - 1))
+    return signed.t().to(torch.float32)
