@@ -30,7 +30,8 @@ _DEEPSEEK_V4 = (
     (r"\.ffn_norm\.", ".post_attention_layernorm."), (r"\.ffn\.", ".mlp."), (r"\.w1\.", ".gate_proj."), (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."), (r"\.gate\.bias$", ".gate.e_score_correction_bias"), (r"\.indexer\.compressor\.", ".indexer."),
     (r"\.attn\.indexer\.", ".attn.compressor.indexer."), (r"\.weights_proj\.", ".scorer.weights_proj."),
-    (r"\.ape$", ".position_bias"), (r"compressor\.(indexer\.)?norm\.", r"compressor.\1kv_norm."), (r"\.attn\.norm\.", ".attn.kv_norm."),
+    (r"\.ape$", ".position_bias"), (r"compressor\.(indexer\.)?norm\.", r"compressor.\1kv_norm."),
+    (r"\.attn\.norm\.", ".attn.kv_norm."),
     (r"\.attn\.q_norm\.", ".attn.q_a_norm."), (r"\.attn_sink$", ".sinks"), (r"\.w(q_a|q_b|kv|gate|o_a|o_b)\.", r".\1_proj."),
     (r"\.attn\.", ".self_attn."),
 )  # fmt: skip
