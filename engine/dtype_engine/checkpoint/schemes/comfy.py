@@ -19,7 +19,9 @@ from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight,
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
 
 SCHEME = "comfy"
-_MARK, _IN_METADATA = ".comfy_quant", "_quantization_metadata"
+_IN_METADATA = "_quantization_metadata"
+_READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
+"""The formats that are read."""
 Tensors = Mapping[str, CheckpointTensor]
 
 
@@ -29,29 +31,22 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     """
     if declared(config):
         return {}
-    layers = _object(metadata.get(_IN_METADATA, "")).get("layers")
+    described = _layers(metadata)
     found = {}
     for name, codes in tensors.items():
-        module = name.removesuffix(".weight")
-        if module == name:
+        if not name.endswith(".weight"):
             continue
-        mark = tensors.get(module + _MARK)
-        if mark is not None:
-            about: object = _object(read_small(mark).decode(errors="replace"))
-        else:
-            about = layers.get(module) if isinstance(layers, Mapping) else None
-        weight = _read_weight(name, codes, _format(about), mark, tensors)
+        weight = _read_weight(name, codes, _format(name, tensors, described), tensors)
         if weight is not None:
             found[name] = weight
     return found
 
 
-def _read_weight(
-    name: str, codes: CheckpointTensor, kind: str | None, mark: CheckpointTensor | None, tensors: Tensors
-) -> EncodedWeight | None:
+def _read_weight(name: str, codes: CheckpointTensor, kind: str | None, tensors: Tensors) -> EncodedWeight | None:
     """Return the weight `name`, or None if its tensors do not fit. kind: the format of its layer, or None if no description names
-    one. mark: the tensor with the description, or None if there is none.
+    one.
     """
+    mark = tensors.get(_mark(name))
     old = tensors.get(f"{name.removesuffix('weight')}scale_weight")
     parts = {CODES: codes, "scale": old if kind is None and old is not None else tensors.get(f"{name}_scale")}
     if parts["scale"] is None or len(codes.shape) != 2:
@@ -91,15 +86,35 @@ def _read_weight(
     return one or describe(name, SCHEME, element, codes.shape, "channel", parts, tensors, beside=(mark,))
 
 
-def _format(about: object) -> str | None:
-    """Return the format that the description of a layer names, or None without a description. A rotated weight has a format that is
-    not read, whatever its name.
+def in_other_format(name: str, tensors: Tensors, metadata: Mapping[str, str]) -> bool:
+    """Return whether the description of a weight's layer names a format that is not read. name: the name of the weight's codes."""
+    return _format(name, tensors, _layers(metadata)) not in (None, *_READ)
+
+
+def _mark(name: str) -> str:
+    """Return the name of the tensor that describes the layer of a weight."""
+    return f"{name.removesuffix('.weight')}.comfy_quant"
+
+
+def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return the descriptions of layers in the metadata of a file, by the name of the layer's module."""
+    layers = _object(metadata.get(_IN_METADATA, "")).get("layers")
+    return layers if isinstance(layers, Mapping) else {}
+
+
+def _format(name: str, tensors: Tensors, described: Mapping[str, Any]) -> str | None:
+    """Return the format of a weight's layer, or None without a description. A rotated weight has a format that is not read,
+    whatever its name. described: the descriptions of layers in the metadata, by name.
     """
-    if isinstance(about, str):
+    mark = tensors.get(_mark(name))
+    about = (
+        _object(read_small(mark).decode(errors="replace"))
+        if mark is not None
+        else described.get(name[: -len(".weight")])
+    )
+    if about is None or isinstance(about, str):
         return about
-    if not isinstance(about, Mapping):
-        return None
-    return "rotated" if about.get("convrot") else str(about.get("format"))
+    return str(about.get("format")) if isinstance(about, Mapping) and not about.get("convrot") else "rotated"
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -106,21 +106,23 @@ def _read_words(
     beside = []
     if arguments.get("symmetric") is False:
         rows = -(-shape[-2] * bits // 32) if dense else -(-shape[-2] // (32 // bits))
-        in_words = zero is not None and zero.dtype == "int32" and zero.shape == (*shape[:-2], rows, scale.shape[-1])
+        in_words = zero is not None and zero.dtype == "int32" and zero.shape == (*shape[:-2], rows, *scale.shape[-1:])
         in_bytes = zero is not None and zero.dtype == "int8" and same_grid(zero.shape, scale.shape)
         if not (in_words or in_bytes):
             return None
         parts["zero_point"] = zero
     elif zero is not None:
         beside.append(zero)
+    if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
+        return None
     if index is not None and block != "channel":
         groups = _group_indices(index, shape[-1])
-        if groups is None or max(groups) >= scale.shape[-1]:
-            return None
-        if min(groups) >= 0:
-            parts["columns"] = index
-        else:  # a file whose columns are in their order may have -1 for each
+        if groups == {-1}:  # the columns are in their order
             beside.append(index)
+        elif groups and min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
+            parts["columns"] = index
+        else:
+            return None
     settings = {"code": "words", "bits": bits, "dense": dense}
     kind = f"{'uint' if 'zero_point' in parts else 'int'}{bits}"
     return describe(name, SCHEME, kind, shape, block, parts, tensors, settings=settings, beside=(held, *beside))
@@ -162,8 +164,8 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
     return (1, columns) if strategy in ("group", "tensor_group") and columns is not None else None
 
 
-def _group_indices(index: CheckpointTensor, columns: int) -> tuple[int, ...] | None:
-    """Return the group of each column, or None if the tensor has another shape. Raises UserError if it can't be read."""
+def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
+    """Return the groups of all columns, or an empty set if the tensor has another shape. Raises UserError if it can't be read."""
     if index.dtype not in _INTEGERS or index.shape != (columns,):
-        return None
-    return struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index))
+        return set()
+    return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))
