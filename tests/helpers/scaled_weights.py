@@ -225,6 +225,16 @@ def _ct_floats(bits: int, group: int) -> Case:
     return Case(tensors, {"x.weight": right}, f"ct:{kind}", ct(_group(arguments, "by-group")))
 
 
+def _hf_fp8(method: str) -> Case:
+    """Return float8 as transformers declares it without blocks: one scale, or one for each row by FBGEMM."""
+    codes = _fp8_codes((20, 48))
+    stored, scale = _scales((20, 1) if method == "fbgemm_fp8" else ())
+    tensors = {"x.weight": _as_fp8(codes), "x.weight_scale": stored, "x.input_scale": torch.tensor(1.0)}
+    kind = "channel" if method == "fbgemm_fp8" else "tensor"
+    declared = {"quant_method": method, "activation_scheme": "static"}
+    return Case(tensors, {"x.weight": E4M3[codes] * scale}, f"fp8:e4m3@{kind}", {"quantization_config": declared})
+
+
 def modelopt(algorithm: str, **more: object) -> dict[str, Any]:
     """Return the configuration of a checkpoint of ModelOpt."""
     return {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm, **more}}
@@ -394,6 +404,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "ct mxfp4": lambda: _ct_floats(4, 32),
     "ct mxfp6": lambda: _ct_floats(6, 32),
     "ct mxfp8": lambda: _ct_floats(8, 32),
+    "fp8 with one scale": lambda: _hf_fp8("fp8"),
+    "fp8 by rows": lambda: _hf_fp8("fbgemm_fp8"),
     "modelopt fp8": lambda: _modelopt_fp8("FP8"),
     "modelopt fp8 by rows": lambda: _modelopt_fp8("FP8_PER_CHANNEL_PER_TOKEN"),
     "modelopt fp8 in blocks": lambda: _modelopt_fp8("fp8_pb_wo"),

@@ -52,18 +52,18 @@ def _read_weight(name: str, codes: CheckpointTensor, kind: str | None, tensors: 
     if parts["scale"] is None or len(codes.shape) != 2:
         return None
     rows, columns = codes.shape
+    settings: dict[str, Any] = {"swizzled": True}
     if kind == "nvfp4" and codes.dtype == "uint8":
         parts["tensor_scale"] = tensors.get(f"{name}_scale_2")
         of_inputs = tensors.get(f"{name.rpartition('.')[0]}.pre_quant_scale")
         if of_inputs is not None:
             parts["input_scale"] = of_inputs
-        settings = {"code": "e2m1", "high_first": True, "swizzled": True}
+        settings |= {"code": "e2m1", "high_first": True}
+        shape, of_blocks = (rows, 2 * columns), ("float8_e4m3fn",)
         return describe(
-            name, SCHEME, kind, (rows, 2 * columns), (1, 16), parts, tensors, scales=("float8_e4m3fn",), settings=settings,
-            beside=(mark,),
-        )  # fmt: skip
+            name, SCHEME, kind, shape, (1, 16), parts, tensors, scales=of_blocks, settings=settings, beside=(mark,)
+        )
     if kind == "mxfp8" and codes.dtype in FP8:
-        settings = {"swizzled": True}
         return describe(
             name,
             SCHEME,
@@ -106,12 +106,9 @@ def _format(name: str, tensors: Tensors, described: Mapping[str, Any]) -> str | 
     """Return the format of a weight's layer, or None without a description. A rotated weight has a format that is not read,
     whatever its name. described: the descriptions of layers in the metadata, by name.
     """
-    mark = tensors.get(_mark(name))
-    about = (
-        _object(read_small(mark).decode(errors="replace"))
-        if mark is not None
-        else described.get(name[: -len(".weight")])
-    )
+    mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
+    if mark is not None:
+        about = _object(read_small(mark).decode(errors="replace"))
     if about is None or isinstance(about, str):
         return about
     return str(about.get("format")) if isinstance(about, Mapping) and not about.get("convrot") else "rotated"

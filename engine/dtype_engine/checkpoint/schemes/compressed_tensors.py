@@ -95,8 +95,10 @@ def _read_words(
     bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
     if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
         return None
+    if held.shape != (len(packed.shape),):
+        return None
     shape = struct.unpack(f"<{prod(held.shape)}{_INTEGERS[held.dtype]}", read_small(held))
-    if len(shape) != len(packed.shape) or len(shape) < 2 or packed.shape[:-1] != shape[:-1] or min(shape) < 1:
+    if len(shape) < 2 or packed.shape[:-1] != shape[:-1] or min(shape) < 1:
         return None
     dense = packed.shape[-1] == -(-shape[-1] * bits // 32)
     if not dense and packed.shape[-1] != -(-shape[-1] // (32 // bits)):
@@ -137,17 +139,16 @@ def _read_small_floats(
         return None
     shape = (*packed.shape[:-1], packed.shape[-1] * 8 // bits)
     parts: dict[str, CheckpointTensor | None] = {CODES: packed, "scale": tensors[f"{name}_scale"]}
+    settings: dict[str, Any] = {"code": "e2m1"}
     if bits == 6:
         settings = {"code": "six bits", "element": "mxfp6_e2m3"}
         if shape[-1] % 16:
             return None
         return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
     if block == (1, 32):
-        return describe(
-            name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings={"code": "e2m1"}
-        )
+        return describe(name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
     parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
-    settings = {"code": "e2m1", "divide": True}
+    settings["divide"] = True
     return describe(name, SCHEME, "nvfp4", shape, block, parts, tensors, scales=("float8_e4m3fn",), settings=settings)
 
 

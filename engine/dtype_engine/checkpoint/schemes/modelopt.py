@@ -87,11 +87,15 @@ def read(
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that apply to a module: those of its entry in `quantized_layers`, or those of all layers."""
+    """Return the settings that apply to a module: those of all layers or, in a mixture, those of its entry in `quantized_layers`. The
+    entry may name a module that holds it, such as all experts, or have `*` for any text.
+    """
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
         return settings
-    entry = layers.get(module) or next((layers[name] for name in layers if matches(name, module)), None)
+    holders = [module[:end] for end in range(len(module), 0, -1) if end == len(module) or module[end] == "."]
+    entry = next((layers[holder] for holder in holders if holder in layers), None)
+    entry = entry or next((layers[name] for name in layers if matches(name, module)), None)
     return entry if isinstance(entry, Mapping) else {}
 
 
