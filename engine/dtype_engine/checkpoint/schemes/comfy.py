@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared, matches, size
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
 from dtype_engine.checkpoint.weight_files import read_json
@@ -87,8 +87,8 @@ def read(
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that apply to a module: those of all layers or, in a mixture, those of its entry in `quantized_layers`. The
-    entry may name a module that holds it, such as all experts, or have `*` for any text.
+    """Return the settings that apply to a module: those of all layers or, in a mixture, those of its entry in `quantized_layers`.
+    The entry may name a module that holds it, such as all experts, or have `*` for any text.
     """
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,21 @@ def test_a_layer_of_comfy_in_another_format_makes_no_weight(about: str, tmp_path
     case = CASES["comfy int8"]()
     case.tensors["x.comfy_quant"] = torch.tensor(list(about.encode()), dtype=torch.uint8)
     assert not open_checkpoint(case.save(tmp_path)).encoded
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_scale_that_is_not_a_number_is_counted(name: str, tmp_path: Path) -> None:
+    case = CASES[name]()
+    for part, tensor in case.tensors.items():
+        if not part.endswith(("weight_scale", "_scale_2", "global_scale", "scale_weight", "_scales", ".scale")):
+            continue
+        spoilt = tensor.clone()
+        first = spoilt.view(-1)[:1]
+        if tensor.element_size() == 1:
+            first.view(torch.uint8).fill_(0x7F if tensor.dtype == torch.float8_e4m3fn else 0xFF)
+        else:
+            first.fill_(torch.nan)
+        checkpoint = open_checkpoint(replace(case, tensors={**case.tensors, part: spoilt}).save(tmp_path))
+        assert [(finding.kind, finding.tensor) for finding in check(checkpoint, "model").findings] == [
+            ("scale-values", part)
+        ]
