@@ -97,8 +97,10 @@ def _mark(name: str) -> str:
 
 
 def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the descriptions of layers in the metadata of a file, by the name of the layer's module."""
-    layers = _object(metadata.get(_IN_METADATA, "")).get("layers")
+    """Return the descriptions of layers in the metadata of a file, by the name of the layer's module. ModelOpt, which adds its own
+    settings, writes such descriptions of values in another order.
+    """
+    layers = _object(metadata.get(_IN_METADATA, "")).get("layers") if "quantization_config" not in metadata else None
     return layers if isinstance(layers, Mapping) else {}
 
 

@@ -123,6 +123,15 @@ def test_a_layer_of_comfy_in_another_format_makes_no_weight(about: str, tmp_path
     assert not open_checkpoint(case.save(tmp_path)).encoded
 
 
+def test_a_file_that_modelopt_wrote_for_comfy_makes_no_weight(tmp_path: Path) -> None:
+    case = CASES["comfy nvfp4"]()
+    del case.tensors["x.comfy_quant"]
+    case.metadata = {"_quantization_metadata": '{"layers": {"x": {"format": "nvfp4"}}}'}
+    assert open_checkpoint(case.save(tmp_path)).encoded
+    case.metadata["quantization_config"] = '{"quant_algo": "NVFP4"}'
+    assert not open_checkpoint(case.save(tmp_path)).encoded
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_scale_that_is_not_a_number_is_counted(name: str, tmp_path: Path) -> None:
     case = CASES[name]()

@@ -34,7 +34,7 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     if len(weight.shape) == 2:
         return _decode_rows(settings, parts, range(first, last), weight.shape[1])
     rows, columns = weight.shape[1:][::-1] if settings.get("transposed") else weight.shape[1:]
-    out = torch.empty((last - first, rows, columns))
+    out = torch.empty((last - first, rows, columns), dtype=torch.float32)
     for expert in range(first, last):
         shared = {role for role, part in parts.items() if part.numel() == 1}
         own = {role: part if role in shared else part[expert] for role, part in parts.items()}
@@ -45,20 +45,22 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 def _decode_rows(settings: Mapping[str, Any], parts: Parts, rows: range, columns: int) -> torch.Tensor:
     """Return some rows of a weight whose rows have `columns` values: float32 [rows, columns]."""
-    odd = rows.start % 2 if settings.get("code") == "row pairs" else 0
-    whole = range(
-        rows.start - odd, rows.stop + (odd + len(rows)) % 2 if settings.get("code") == "row pairs" else rows.stop
-    )
-    out = torch.empty((len(whole), columns))
+    packed = _rows_of_code(settings)
+    whole = range(rows.start // packed * packed, -(-rows.stop // packed) * packed)
+    out = torch.empty((len(whole), columns), dtype=torch.float32)
     _fill(settings, parts, whole, out)
-    return out[odd : odd + len(rows)]
+    return out[rows.start - whole.start :][: len(rows)]
+
+
+def _rows_of_code(settings: Mapping[str, Any]) -> int:
+    """Return of how many rows a byte holds values."""
+    return 2 if settings.get("code") == "row pairs" else 1
 
 
 def _fill(settings: Mapping[str, Any], parts: Parts, rows: range, out: torch.Tensor) -> None:
     """Write some rows of a weight to `out`, float32 [rows, columns], in pieces that a processor's cache holds."""
     columns = out.shape[1]
-    kind = settings.get("code", "plain")
-    unpack, packed = UNPACK[kind], 2 if kind == "row pairs" else 1
+    unpack, packed = UNPACK[settings.get("code", "plain")], _rows_of_code(settings)
     scale, zero = _scales(settings, parts, rows, columns), _zeros(settings, parts, rows)
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]
     of_columns = parts["input_scale"].to(torch.float32) if "input_scale" in parts else None

@@ -149,7 +149,7 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
         powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
         return powers.masked_fill_(exponents == 255, torch.nan)
     if scale.dtype == torch.float8_e4m3fn:
-        out = torch.empty(scale.shape)
+        out = torch.empty(scale.shape, dtype=torch.float32)
         _write_e4m3(scale, out)
         return out
     return scale.to(torch.float32)

@@ -53,3 +53,15 @@ def test_every_exponent_is_the_power_of_two_that_torch_gives_it() -> None:
     codes = torch.arange(256, dtype=torch.uint8)
     right = codes.view(torch.float8_e8m0fnu).to(torch.float32)
     torch.testing.assert_close(scale_values(codes), right, rtol=0, atol=0, equal_nan=True)
+
+
+def test_values_are_float32_whatever_torch_takes_by_default(tmp_path: Path) -> None:
+    made = CASES["ct nvfp4"]()
+    weight = open_checkpoint(made.save(tmp_path)).encoded["x.weight"]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        values = read_encoded(weight)
+    finally:
+        torch.set_default_dtype(before)
+    np.testing.assert_array_equal(values.numpy(), made.right["x.weight"])
