@@ -44,6 +44,8 @@ class Case:
     config: dict[str, Any] | None = None
     metadata: dict[str, str] = field(default_factory=dict)
     hf_quant_config: dict[str, Any] | None = None
+    tolerance: float = 0.0
+    """How much values may differ, relative to the largest one: more than 0 if sums of values depend on the order."""
 
     def save(self, folder: Path) -> Path:
         """Write the checkpoint to a folder. Returns what is to be opened: the folder, or its only file."""
@@ -328,7 +330,7 @@ def _comfy(form: str) -> Case:
     rows, columns = 130, 80
     tensors: dict[str, torch.Tensor] = {}
     metadata: dict[str, str] = {}
-    about = json.dumps({"format": form.split()[0]})
+    about = json.dumps({"format": form.split()[0], "convrot": "rotated" in form, "convrot_groupsize": 16})
     if form == "nvfp4":
         codes, fp8 = _random(3).integers(0, 16, (rows, columns)), _fp8_codes((rows, 5)) & 127
         tensors = {"x.weight": nibbles(codes, True), "x.weight_scale": swizzled(_as_fp8(fp8))}
@@ -338,11 +340,15 @@ def _comfy(form: str) -> Case:
         codes, (stored, scale) = _fp8_codes((rows, 96)), _exponents((rows, 3))
         tensors = {"x.weight": _as_fp8(codes), "x.weight_scale": swizzled(stored).view(torch.float8_e8m0fnu)}
         right, kind = E4M3[codes] * spread(scale, (1, 32), (rows, 96)), "mxfp8"
-    elif form == "int8_tensorwise":
+    elif form.startswith("int8_tensorwise"):
         codes = _random(3).integers(-128, 128, (rows, columns), dtype=np.int8)
         stored, scale = _scales((rows, 1))
         tensors = {"x.weight": torch.from_numpy(codes), "x.weight_scale": stored}
         right, kind = codes.astype(np.float32) * scale, "int8@channel"
+        if "rotated" in form:
+            four = np.array([[1, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]], np.float64) / 2
+            matrix = np.kron(np.eye(columns // 16), np.kron(four, four))
+            right, kind = (right.astype(np.float64) @ matrix).astype(np.float32), "rotated_int8@channel"
     else:
         codes, (stored, scale) = _fp8_codes((rows, columns)), _scales((1,))
         old = form in ("scaled_fp8", "scale_weight")
@@ -354,7 +360,8 @@ def _comfy(form: str) -> Case:
         metadata["_quantization_metadata"] = json.dumps({"layers": {"x": json.loads(about)}})
     elif form not in ("scale_weight", "no mark"):
         tensors["x.comfy_quant"] = torch.tensor(list(about.encode()), dtype=torch.uint8)
-    return Case(tensors, {"x.weight": right}, f"comfy:{kind}", metadata=metadata)
+    tolerance = 1e-6 if "rotated" in form else 0.0
+    return Case(tensors, {"x.weight": right}, f"comfy:{kind}", metadata=metadata, tolerance=tolerance)
 
 
 def _quark(dtype: str) -> Case:
@@ -419,6 +426,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "comfy nvfp4": lambda: _comfy("nvfp4"),
     "comfy mxfp8": lambda: _comfy("mxfp8"),
     "comfy int8": lambda: _comfy("int8_tensorwise"),
+    "comfy int8 rotated": lambda: _comfy("int8_tensorwise rotated"),
     "comfy fp8": lambda: _comfy("float8_e4m3fn"),
     "comfy fp8 in metadata": lambda: _comfy("float8_e4m3fn in metadata"),
     "comfy scaled_fp8": lambda: _comfy("scaled_fp8"),

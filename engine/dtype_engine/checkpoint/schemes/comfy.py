@@ -4,7 +4,9 @@
 NVFP4 and MXFP8 are in the order of cuBLAS, and NVFP4 has the first of two values in the high bits. Older files have a tensor
 `scaled_fp8` and `x.scale_weight`. Some files have neither: float8 weights with one scale each, or one for each row.
 
-Kept apart are layers whose weights are rotated (`convrot`, `convrot_w4a4`, `asym_w4a8_int8`), and `awq_w4a16`.
+int8 weights may be rotated (`convrot`): each group of columns is multiplied by a Hadamard matrix, which is its own inverse.
+
+Kept apart are `convrot_w4a4`, `asym_w4a8_int8` and `awq_w4a16`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ SCHEME = "comfy"
 _IN_METADATA = "_quantization_metadata"
 _READ = ("nvfp4", "mxfp8", "int8_tensorwise", *FP8)
 """The formats that are read."""
+_ROTATIONS = (4, 16, 64, 256, 1024, 4096)
+"""The numbers of columns that a rotation may have."""
 Tensors = Mapping[str, CheckpointTensor]
 
 
@@ -36,20 +40,21 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     for name, codes in tensors.items():
         if not name.endswith(".weight"):
             continue
-        weight = _read_weight(name, codes, _format(name, tensors, described), tensors)
+        weight = _read_weight(name, codes, _about(name, tensors, described), tensors)
         if weight is not None:
             found[name] = weight
     return found
 
 
-def _read_weight(name: str, codes: CheckpointTensor, kind: str | None, tensors: Tensors) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors do not fit. kind: the format of its layer, or None if no description names
-    one.
-    """
+def _read_weight(
+    name: str, codes: CheckpointTensor, about: Mapping[str, Any] | None, tensors: Tensors
+) -> EncodedWeight | None:
+    """Return the weight `name`, or None if its tensors do not fit. about: the description of its layer, or None without one."""
+    kind = None if about is None else about.get("format")
     mark = tensors.get(_mark(name))
     old = tensors.get(f"{name.removesuffix('weight')}scale_weight")
-    parts = {CODES: codes, "scale": old if kind is None and old is not None else tensors.get(f"{name}_scale")}
-    if parts["scale"] is None or len(codes.shape) != 2:
+    parts = {CODES: codes, "scale": old if about is None and old is not None else tensors.get(f"{name}_scale")}
+    if parts["scale"] is None or len(codes.shape) != 2 or (about is not None and not _is_read(about)):
         return None
     rows, columns = codes.shape
     settings: dict[str, Any] = {"swizzled": True}
@@ -76,19 +81,34 @@ def _read_weight(name: str, codes: CheckpointTensor, kind: str | None, tensors: 
             settings=settings,
             beside=(mark,),
         )
+    settings = {}
     if codes.dtype == "int8" and kind == "int8_tensorwise":
         element = "int8"
+        if about is not None and about.get("convrot"):
+            element, rotation = "rotated_int8", about.get("convrot_groupsize", 256)
+            if rotation not in _ROTATIONS or columns % rotation:
+                return None
+            settings["rotation"] = rotation
     elif codes.dtype in FP8 and kind in (None, codes.dtype):
         element = FP8[codes.dtype]
     else:
         return None
-    one = describe(name, SCHEME, element, codes.shape, "tensor", parts, tensors, beside=(mark,))
-    return one or describe(name, SCHEME, element, codes.shape, "channel", parts, tensors, beside=(mark,))
+    for block in ("tensor", "channel"):
+        weight = describe(name, SCHEME, element, codes.shape, block, parts, tensors, settings=settings, beside=(mark,))
+        if weight is not None:
+            return weight
+    return None
+
+
+def _is_read(about: Mapping[str, Any]) -> bool:
+    """Return whether a description of a layer names a format that is read."""
+    return about.get("format") in (("int8_tensorwise",) if about.get("convrot") else _READ)
 
 
 def in_other_format(name: str, tensors: Tensors, metadata: Mapping[str, str]) -> bool:
     """Return whether the description of a weight's layer names a format that is not read. name: the name of the weight's codes."""
-    return _format(name, tensors, _layers(metadata)) not in (None, *_READ)
+    about = _about(name, tensors, _layers(metadata))
+    return about is not None and not _is_read(about)
 
 
 def _mark(name: str) -> str:
@@ -104,16 +124,12 @@ def _layers(metadata: Mapping[str, str]) -> Mapping[str, Any]:
     return layers if isinstance(layers, Mapping) else {}
 
 
-def _format(name: str, tensors: Tensors, described: Mapping[str, Any]) -> str | None:
-    """Return the format of a weight's layer, or None without a description. A rotated weight has a format that is not read,
-    whatever its name. described: the descriptions of layers in the metadata, by name.
-    """
+def _about(name: str, tensors: Tensors, described: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the description of a weight's layer, or None without one. described: those in the metadata, by the layer's name."""
     mark, about = tensors.get(_mark(name)), described.get(name[: -len(".weight")])
     if mark is not None:
-        about = _object(read_small(mark).decode(errors="replace"))
-    if about is None or isinstance(about, str):
-        return about
-    return str(about.get("format")) if isinstance(about, Mapping) and not about.get("convrot") else "rotated"
+        return _object(read_small(mark).decode(errors="replace"))
+    return {"format": about} if isinstance(about, str) else about if isinstance(about, Mapping) else None
 
 
 def _object(text: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ bytes, with a scale for each group, and `x.weight_global_scale` divides these sc
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -45,21 +45,20 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     return found
 
 
-def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the `weights` settings that may apply to a module: those of groups that name it, then those of groups that name a class
-    of modules, which headers do not tell. usual: the format of groups that do not declare one.
+def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
+    """Return the `weights` settings that may apply to a module: those of groups that name it or, if none does, of all groups, since
+    headers do not tell the class of a module. usual: the format of groups that do not declare one.
     """
-    by_class = []
+    named: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
     for group in groups.values():
         arguments = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
             continue
         targets = group.get("targets")
-        if any(matches(target, module) for target in (targets if isinstance(targets, list) else ())):
-            yield arguments
-        else:
-            by_class.append(arguments)
-    yield from by_class
+        name_it = any(matches(target, module) for target in (targets if isinstance(targets, list) else ()))
+        (named if name_it else others).append(arguments)
+    return named or others
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
@@ -76,7 +75,7 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
     if codes is None or codes.dtype not in ((*FP8,) if arguments.get("type") == "float" else ("int8",)):
         return None
     parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": scale}
-    kind = FP8.get(codes.dtype) or f"int{arguments.get('num_bits')}"
+    kind = FP8.get(codes.dtype) or f"int{size(arguments.get('num_bits')) or 8}"
     if scale.dtype in EXPONENTS:
         kind = "mxfp8"
     zero = tensors.get(f"{name}_zero_point")

@@ -115,7 +115,16 @@ def test_a_configuration_that_says_nothing_useful_makes_no_weight(declared: obje
 
 
 @pytest.mark.parametrize(
-    "about", ["[1]", "{", '{"format": 5}', '{"format": "int8_tensorwise", "convrot": true}', "5", '"mxfp8"']
+    "about",
+    [
+        "[1]",
+        "{",
+        '{"format": 5}',
+        '{"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 32}',
+        '{"format": "mxfp8", "convrot": true}',
+        "5",
+        '"mxfp8"',
+    ],
 )
 def test_a_layer_of_comfy_in_another_format_makes_no_weight(about: str, tmp_path: Path) -> None:
     case = CASES["comfy int8"]()

@@ -5,6 +5,7 @@ gpt-oss, ComfyUI and Quark. What differs between them is in the weight's `settin
 - `code`: how codes are packed, a key of `unpack.UNPACK`, with the settings that its function reads (default "plain");
 - `divide`: whether the scale of the tensor divides the scales of blocks (default: it multiplies them);
 - `swizzled`: whether the scales of blocks are in the order of cuBLAS (default: row by row);
+- `rotation`: the number of columns of a Hadamard matrix by which the values are multiplied (default: they are not);
 - `transposed`: whether the file has [experts, out, in] where the model has [experts, in, out].
 
 Roles: "codes", "scale" and, if the weight has them, "tensor_scale", "zero_point" (subtracted from the codes), "columns" (the index
@@ -21,7 +22,7 @@ import torch
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.unpack import UNPACK, rows_of_tiles, scale_values, unpack_bits
+from dtype_engine.runtime.formats.schemes.unpack import UNPACK, rows_of_tiles, scale_values, unpack_bits, unrotate
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -77,6 +78,8 @@ def _fill(settings: Mapping[str, Any], parts: Parts, rows: range, out: torch.Ten
             _by_block(piece, scale if len(scale) == 1 else scale[start : start + step], block, torch.Tensor.mul_)
             if of_columns is not None:
                 piece.mul_(of_columns)
+            if "rotation" in settings:
+                piece.copy_(unrotate(piece, settings["rotation"]))
 
     parallel_map(work, len(starts))
 

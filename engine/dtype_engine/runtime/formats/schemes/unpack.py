@@ -163,3 +163,15 @@ def rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor
     tiles = scale.reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]
     found = tiles.permute(0, 3, 2, 1, 4).reshape(-1, across * 4)
     return found[rows.start - top * 128 : rows.stop - top * 128, :blocks]
+
+
+def unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Multiply each group of `columns` columns of float32 values by ConvRot's Hadamard matrix, a Kronecker power of H = J / 2 - P,
+    where J is a 4 x 4 matrix of ones, and P reverses four values. It is its own inverse.
+    """
+    shape, apart = values.shape, 1
+    while apart < columns:
+        quads = values.reshape(-1, 4, apart)
+        values = quads.sum(1, keepdim=True).mul_(0.5) - quads.flip(1)
+        apart *= 4
+    return values.view(shape)
