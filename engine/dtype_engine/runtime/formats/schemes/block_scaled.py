@@ -62,20 +62,19 @@ def _fill(settings: Mapping[str, Any], parts: Parts, rows: range, out: torch.Ten
     """Write some rows of a weight to `out`, float32 [rows, columns], in pieces that a processor's cache holds."""
     columns = out.shape[1]
     unpack, packed = UNPACK[settings.get("code", "plain")], _rows_of_code(settings)
-    scale, zero = _scales(settings, parts, rows, columns), _zeros(settings, parts, rows)
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]
     of_columns = parts["input_scale"].to(torch.float32) if "input_scale" in parts else None
     step = max(2, CHUNK // max(1, columns) // 2 * 2)
-    starts = range(0, len(rows) if columns else 0, step)
+    starts = range(rows.start, rows.stop if columns else rows.start, step)
 
     def work(indices: range) -> None:
         for start in starts[indices.start : indices.stop : indices.step]:
-            piece = out[start : start + step]
-            taken = slice((rows.start + start) // packed, (rows.start + start + len(piece)) // packed)
-            unpack(parts[CODES][taken], piece, settings)
-            if zero is not None:
-                _by_block(piece, zero if len(zero) == 1 else zero[start : start + step], block, torch.Tensor.sub_)
-            _by_block(piece, scale if len(scale) == 1 else scale[start : start + step], block, torch.Tensor.mul_)
+            taken = range(start, min(start + step, rows.stop))
+            piece = out[taken.start - rows.start : taken.stop - rows.start]
+            unpack(parts[CODES][taken.start // packed : taken.stop // packed], piece, settings)
+            if "zero_point" in parts:
+                _by_block(piece, _zeros(settings, parts["zero_point"], taken), block, torch.Tensor.sub_)
+            _by_block(piece, _scales(settings, parts, taken, columns), block, torch.Tensor.mul_)
             if of_columns is not None:
                 piece.mul_(of_columns)
             if "rotation" in settings:
@@ -119,20 +118,19 @@ def _scales(settings: Mapping[str, Any], parts: Parts, rows: range, columns: int
         elif height == 1:
             scale = scale_values(grid[rows.start : rows.stop])
         else:
-            scale = scale_values(grid)[torch.arange(rows.start, rows.stop) // height]
+            first = rows.start // height
+            index = torch.arange(rows.start, rows.stop) // height - first
+            scale = scale_values(grid[first : -(-rows.stop // height)])[index]
     if "tensor_scale" in parts:
         of_tensor = parts["tensor_scale"].to(torch.float32).reshape(())
         scale = scale / of_tensor if settings.get("divide") else scale * of_tensor
     return scale
 
 
-def _zeros(settings: Mapping[str, Any], parts: Parts, rows: range) -> torch.Tensor | None:
-    """Return the zero points of some rows, float32 [rows, blocks], or None if the weight has none. They are int8 or, like codes,
-    packed in int32 words, but along the first dimension.
+def _zeros(settings: Mapping[str, Any], zero: torch.Tensor, rows: range) -> torch.Tensor:
+    """Return the zero points of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones. They are int8 or,
+    like codes, packed in int32 words, but along the first dimension.
     """
-    zero = parts.get("zero_point")
-    if zero is None:
-        return None
     if zero.dtype != torch.int32:
         zero = zero.reshape(-1, zero.shape[-1] if zero.dim() > 1 else 1)
         return (zero if len(zero) == 1 else zero[rows.start : rows.stop]).to(torch.float32)
