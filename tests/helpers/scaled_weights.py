@@ -391,6 +391,28 @@ def _quark(dtype: str) -> Case:
     return Case(tensors, {"x.weight": right}, f"quark:{kind}", {"quantization_config": declared})
 
 
+def _quark_int4(dtype: str, pack_method: str) -> Case:
+    rows, columns, low = 24, 96, -8 if dtype == "int4" else 0
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if pack_method == "reorder" else range(8)
+    codes = _random(2).integers(low, low + 16, (rows, columns))
+    zero = _random(3).integers(low, low + 16, (rows, 3))
+    stored, scale = _scales((rows, 3), torch.float16)
+
+    def pack(values: Array) -> torch.Tensor:
+        packed = np.zeros((values.shape[1], rows // 8), np.int64)
+        for place, row in enumerate(order):
+            packed |= (values[row::8].T & 15) << 4 * place
+        return torch.from_numpy(packed.astype(np.uint32).view(np.int32))
+
+    tensors = {"x.weight": pack(codes), "x.weight_scale": stored.t().contiguous(), "x.weight_zero_point": pack(zero)}
+    right = (codes - np.repeat(zero, 32, 1)).astype(np.float32) * np.repeat(scale, 32, 1)
+    declared = {
+        "quant_method": "quark", "export": {"pack_method": pack_method},
+        "global_quant_config": {"weight": {"dtype": dtype, "qscheme": "per_group", "group_size": 32, "ch_axis": 1}},
+    }  # fmt: skip
+    return Case(tensors, {"x.weight": right}, f"quark:{dtype}@g32", {"quantization_config": declared})
+
+
 CASES: dict[str, Callable[[], Case]] = {
     "ct int4 in groups": lambda: _ct_words(4, (12, 160), 64, True),
     "ct int4 with zero points": lambda: _ct_words(4, (21, 128), 32, False),
@@ -432,6 +454,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "comfy scaled_fp8": lambda: _comfy("scaled_fp8"),
     "comfy scale_weight": lambda: _comfy("scale_weight"),
     "comfy without a mark": lambda: _comfy("no mark"),
+    "quark int4": lambda: _quark_int4("int4", "reorder"),
+    "quark uint4": lambda: _quark_int4("uint4", "order"),
     "quark fp4": lambda: _quark("fp4"),
     "quark fp6": lambda: _quark("fp6_e3m2"),
     "quark fp8": lambda: _quark("fp8_e4m3"),

@@ -22,7 +22,14 @@ import torch
 from dtype_engine.checkpoint.schemes import CODES, EncodedWeight
 from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
 from dtype_engine.runtime.formats.schemes.parts import Parts
-from dtype_engine.runtime.formats.schemes.unpack import UNPACK, rows_of_tiles, scale_values, unpack_bits, unrotate
+from dtype_engine.runtime.formats.schemes.unpack import (
+    UNPACK,
+    rows_of_tiles,
+    scale_values,
+    unpack_bits,
+    unrotate,
+    write_row_words,
+)
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
@@ -32,6 +39,8 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
     scale of the block before that. A transposed weight is returned as a view of memory in the file's order.
     """
     settings = weight.settings
+    if settings.get("code") == "row words":
+        parts = {role: part.t() for role, part in parts.items()}
     if len(weight.shape) == 2:
         return _decode_rows(settings, parts, range(first, last), weight.shape[1])
     rows, columns = weight.shape[1:][::-1] if settings.get("transposed") else weight.shape[1:]
@@ -54,8 +63,8 @@ def _decode_rows(settings: Mapping[str, Any], parts: Parts, rows: range, columns
 
 
 def _rows_of_code(settings: Mapping[str, Any]) -> int:
-    """Return of how many rows a byte holds values."""
-    return 2 if settings.get("code") == "row pairs" else 1
+    """Return of how many rows a byte or word holds values."""
+    return {"row pairs": 2, "row words": 8}.get(settings.get("code", "plain"), 1)
 
 
 def _fill(settings: Mapping[str, Any], parts: Parts, rows: range, out: torch.Tensor) -> None:
@@ -64,7 +73,7 @@ def _fill(settings: Mapping[str, Any], parts: Parts, rows: range, out: torch.Ten
     unpack, packed = UNPACK[settings.get("code", "plain")], _rows_of_code(settings)
     block = parts["columns"].to(torch.int64) if "columns" in parts else settings["block"][1]
     of_columns = parts["input_scale"].to(torch.float32) if "input_scale" in parts else None
-    step = max(2, CHUNK // max(1, columns) // 2 * 2)
+    step = max(8, CHUNK // max(1, columns) // 8 * 8)
     starts = range(rows.start, rows.stop if columns else rows.start, step)
 
     def work(indices: range) -> None:
@@ -131,6 +140,10 @@ def _zeros(settings: Mapping[str, Any], zero: torch.Tensor, rows: range) -> torc
     """Return the zero points of some rows, float32 [rows, blocks], or [1, blocks] if all rows have the same ones. They are int8 or,
     like codes, packed in int32 words, but along the first dimension.
     """
+    if settings.get("code") == "row words":
+        out = torch.empty((len(rows), zero.shape[1]), dtype=torch.float32)
+        write_row_words(zero[rows.start // 8 : rows.stop // 8], out, settings)
+        return out
     if zero.dtype != torch.int32:
         zero = zero.reshape(-1, zero.shape[-1] if zero.dim() > 1 else 1)
         return (zero if len(zero) == 1 else zero[rows.start : rows.stop]).to(torch.float32)

@@ -95,12 +95,23 @@ def write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[st
     rows[:, 1] = signed >> 4
 
 
+def write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
+    """Write integers of 4 bits. An int32 word has one of each of eight rows, whose places from the lowest bits on are `order`.
+    `signed`: whether they are in two's complement.
+    """
+    rows = out.view(len(codes), 8, -1)
+    for place, row in enumerate(settings["order"]):
+        nibbles = (codes >> 4 * place).bitwise_and_(15)
+        rows[:, row] = nibbles.bitwise_xor_(8).sub_(8) if settings["signed"] else nibbles
+
+
 UNPACK: Mapping[str, Unpack] = {
     "plain": write_plain,
     "e2m1": write_e2m1,
     "words": write_words,
     "six bits": write_six_bits,
     "row pairs": write_row_pairs,
+    "row words": write_row_words,
 }
 """The function for each value of the setting `code`."""
 

@@ -33,7 +33,7 @@ def test_every_value_is_its_code_times_its_scales(case: str, tmp_path: Path) -> 
 
 def test_rows_that_span_several_pieces_are_equal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("dtype_engine.runtime.formats.schemes.block_scaled.CHUNK", 400)
-    for case in ("ct fp8 in blocks", "ct int4 with zero points", "modelopt int4", "comfy nvfp4"):
+    for case in ("ct fp8 in blocks", "ct int4 with zero points", "modelopt int4", "comfy nvfp4", "quark int4"):
         (folder := tmp_path / case).mkdir()
         made = CASES[case]()
         weight = open_checkpoint(made.save(folder)).encoded["x.weight"]
