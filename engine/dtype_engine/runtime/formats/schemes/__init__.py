@@ -1,4 +1,4 @@
-"""Decoders of weights that other programs quantised: codes, scales and so on to values in float32. A file for each family of schemes.
+"""Decoders of weights that other programs quantised: codes, scales and so on to values in float32. A file for each family.
 
 Which tensors form a weight is read by `checkpoint/schemes`, which has a file for each scheme, too.
 """
