@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import awq, bitsandbytes, fp8_blocks, gptq, hqq, mlx
+from dtype_engine.checkpoint.schemes import awq, bitsandbytes, fp8_blocks, gptq, hqq, mlx, quanto, torchao
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
 
 __all__ = ["CODES", "EncodedWeight", "read_encoded", "read_small"]
@@ -20,7 +20,7 @@ Reader = Callable[
     [Mapping[str, CheckpointTensor], Mapping[str, Any], Mapping[str, str]],
     dict[str, EncodedWeight],
 ]
-_READERS: tuple[Reader, ...] = (fp8_blocks.read, gptq.read, awq.read, bitsandbytes.read, hqq.read, mlx.read)
+_READERS: tuple[Reader, ...] = (fp8_blocks.read, gptq.read, awq.read, bitsandbytes.read, hqq.read, mlx.read, torchao.read, quanto.read)
 
 
 def read_encoded(
