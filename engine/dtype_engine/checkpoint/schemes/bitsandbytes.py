@@ -40,24 +40,25 @@ def _four_bits(name: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWei
     ends = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
     parts = {role: tensors[f"{stem}.{role}"] for role in ends if f"{stem}.{role}" in tensors}
     codes, scale, state = tensors.get(stem), parts.get("absmax"), _read_state(tensors[name])
-    shape, block = state.get("shape"), state.get("blocksize")
-    if kind not in ("nf4", "fp4") or codes is None or scale is None or not _sizes(block) or not _sizes(shape, list):
+    shape, block = _shape(state.get("shape")), _positive(state.get("blocksize"))
+    if kind not in ("nf4", "fp4") or codes is None or scale is None or not shape or not block:
         return None
     count = math.prod(shape)
     blocks = -(-count // block)
-    settings = {"block": block}
-    wanted = {"absmax": (blocks,), "quant_map": (16,)}
+    settings: dict[str, int | float] = {"block": block}
+    wanted: dict[str, tuple[int, ...]] = {"absmax": (blocks,), "quant_map": (16,)}
     if scale.dtype == "uint8":
-        settings |= {"nested_block": state.get("nested_blocksize"), "offset": state.get("nested_offset")}
-        if not _sizes(settings["nested_block"]) or type(settings["offset"]) is not float:
+        nested, offset = _positive(state.get("nested_blocksize")), state.get("nested_offset")
+        if not nested or type(offset) is not float:
             return None
-        wanted |= {"nested_absmax": (-(-blocks // settings["nested_block"]),), "nested_quant_map": (256,)}
+        settings |= {"nested_block": nested, "offset": offset}
+        wanted |= {"nested_absmax": (-(-blocks // nested),), "nested_quant_map": (256,)}
     if block % 2 or codes.nbytes != -(-count // 2) or {role: part.shape for role, part in parts.items()} != wanted:
         return None
     if any(part.dtype != "float32" for part in parts.values() if part.dtype != "uint8" or part is not scale):
         return None
     return EncodedWeight(
-        stem, tuple(shape), SCHEME, f"{SCHEME}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
+        stem, shape, SCHEME, f"{SCHEME}:{kind}@{block}", {CODES: codes} | parts, settings, (tensors[name],)
     )
 
 
@@ -82,6 +83,11 @@ def _read_state(tensor: CheckpointTensor) -> Mapping[str, Any]:
     return state if isinstance(state, Mapping) else {}
 
 
-def _sizes(found: Any, kind: type = int) -> bool:
-    """Whether a value is a positive integer or, with kind=list, a list of some."""
-    return type(found) is kind and (found > 0 if kind is int else bool(found) and all(map(_sizes, found)))
+def _shape(found: object) -> tuple[int, ...]:
+    """Return a list of positive integers as a shape, or () if it is no such list."""
+    return tuple(found) if isinstance(found, list) and all(_positive(extent) for extent in found) else ()
+
+
+def _positive(found: object) -> int:
+    """Return a positive integer, or 0 for anything else."""
+    return found if type(found) is int and found > 0 else 0
