@@ -20,7 +20,16 @@ Reader = Callable[
     [Mapping[str, CheckpointTensor], Mapping[str, Any], Mapping[str, str]],
     dict[str, EncodedWeight],
 ]
-_READERS: tuple[Reader, ...] = (fp8_blocks.read, gptq.read, awq.read, bitsandbytes.read, hqq.read, mlx.read, torchao.read, quanto.read)
+_READERS: tuple[Reader, ...] = (
+    fp8_blocks.read,
+    gptq.read,
+    awq.read,
+    bitsandbytes.read,
+    hqq.read,
+    mlx.read,
+    torchao.read,
+    quanto.read,
+)
 
 
 def read_encoded(

@@ -1,9 +1,9 @@
 """AWQ's layouts with 4 bits, as AutoAWQ, GPTQModel and AutoRound write them.
 
 "gemm": `x.qweight` [in, out / 8] holds codes packed along the outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7 in a word, `x.qzeros`
-[groups, out / 8] holds zero points in the same packing, and `x.scales` [groups, out] factors. "gemv": `x.qweight` [out, in / 8] holds
-codes in their order along the inputs, `x.qzeros` [out, words] and `x.scales` [out, 8 * words] a zero point and a factor for each group,
-and unused ones, which fill words. The shapes tell which layout a weight has.
+[groups, out / 8] holds zero points in the same packing, and `x.scales` [groups, out] factors. "gemv": `x.qweight` [out, in / 8]
+holds codes in their order along the inputs, `x.qzeros` [out, words] and `x.scales` [out, 8 * words] a zero point and a factor for
+each group, and unused ones, which fill words. The shapes tell which layout a weight has.
 """
 
 from __future__ import annotations
@@ -35,7 +35,12 @@ def read(
         scale, zero = (tensors.get(stem + end) for end in ("scales", "qzeros"))
         if stem == name or scale is None or zero is None or scale.dtype not in FLOATS:
             continue
-        if codes.dtype != "int32" or zero.dtype != "int32" or any(len(part.shape) != 2 for part in (codes, scale, zero)):
+        if (
+            codes.dtype != "int32"
+            or zero.dtype != "int32"
+            or not codes.nbytes
+            or any(len(part.shape) != 2 for part in (codes, scale, zero))
+        ):
             continue
         layout = _layout(codes, scale, zero, declared)
         if layout is None:
@@ -55,7 +60,7 @@ def read(
 def _layout(
     codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, declared: Mapping[str, Any]
 ) -> tuple[str, int, int, int] | None:
-    """Return the name of the layout, the rows and columns of the weight and the columns of a group, or None if the shapes fit none."""
+    """Return the name of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits."""
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
         size = group_size(declared, columns, groups)

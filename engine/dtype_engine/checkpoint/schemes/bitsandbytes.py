@@ -1,9 +1,10 @@
 """bitsandbytes: 4 bits with a table of values (NF4, FP4), and 8 bits with a scale for each row.
 
-4 bits: `x.weight` holds two codes in a byte, the first in the high nibble, without a shape. `x.weight.quant_map` [16] holds the value
-of each code, and `x.weight.absmax` a factor for each block of successive values. If the factors are quantised themselves ("double
-quantisation"), they are codes of 8 bits, to which `nested_quant_map`, `nested_absmax` and an offset belong. The weight's shape and the
-size of a block are in the JSON of `x.weight.quant_state.bitsandbytes__nf4`. 8 bits: `x.weight` is int8 [out, in], `x.SCB` [out].
+4 bits: `x.weight` holds two codes in a byte, the first in the high nibble, without a shape. `x.weight.quant_map` [16] holds the
+value of each code, and `x.weight.absmax` a factor for each block of successive values. If the factors are quantised themselves
+("double quantisation"), they are codes of 8 bits, to which `nested_quant_map`, `nested_absmax` and an offset belong. The weight's
+shape and the size of a block are in the JSON of `x.weight.quant_state.bitsandbytes__nf4`. 8 bits: `x.weight` is int8 [out, in],
+`x.SCB` [out].
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def group_size(declared: Mapping[str, Any], columns: int, groups: int) -> int | 
     """
     for size in sorted(declared_numbers(declared, "group_size")):
         columns_each = columns if size == -1 else size
-        if columns_each > 0 and -(-columns // columns_each) == groups:
+        if min(columns, columns_each) > 0 and -(-columns // columns_each) == groups:
             return columns_each
     return None
 

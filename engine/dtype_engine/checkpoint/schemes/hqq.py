@@ -1,8 +1,8 @@
 """HQQ, as `HQQLinear.state_dict` writes it: codes of 1 to 8 bits with a zero point and a scale, both floats, for each group.
 
 HQQ quantises the weight [out, in] as a matrix [in * out / group, group] (axis 1) or [group, in * out / group] (axis 0), which holds
-the same values in the same order. Its rows are cut into as many equal parts as codes fit into a byte, or ten for 3 bits in an int32,
-and `x.W_q` packs the parts on top of each other, the first in the highest bits. Small tensors hold shape, bits, axis and so on.
+the same values in the same order. Its rows are cut into as many equal parts as codes fit into a byte, or ten for 3 bits in an
+int32, and `x.W_q` packs the parts on top of each other, the first in the highest bits. Small tensors hold shape, bits and axis.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight,
 SCHEME = "hqq"
 _PACKINGS = {"8bit_u8": (8, 1), "4bit_u8": (4, 2), "3bit_32": (3, 10), "2bit_u8": (2, 4), "1bit_u8": (1, 8)}
 """The bits of a code and the number of codes in an element of `W_q`, by the name of the packing."""
-_NEEDED = ("shape", "axis", "packing", "nbits")
+_NEEDED = ("shape", "axis", "packing")
 _UNREAD = ("view_as_float", "quant_scale", "quant_zero")
 """Settings that change the layout if they are set. These layouts are not read."""
 
@@ -42,12 +42,14 @@ def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight
     if any(_number(own[end]) for end in _UNREAD if end in own) or own["shape"].shape != (2,):
         return None
     bits, together = _PACKINGS.get(read_small(own["packing"]).decode("ascii", "replace"), (0, 1))
-    raw = read_small(own["shape"])
-    rows, columns = (int.from_bytes(part, "little", signed=True) for part in (raw[: len(raw) // 2], raw[len(raw) // 2 :]))
+    half, raw = own["shape"].nbytes // 2, read_small(own["shape"])
+    rows, columns = (int.from_bytes(extent, "little", signed=True) for extent in (raw[:half], raw[half:]))
     axis, groups = _number(own["axis"]), math.prod(scale.shape)
     if min(rows, columns, groups, bits) <= 0 or axis not in (0, 1) or rows * columns % groups:
         return None
     size = rows * columns // groups
+    if "group_size" in own and _number(own["group_size"]) != size:
+        return None
     grouped = (groups, size) if axis else (size, groups)
     fits = columns % size == 0 if axis else groups % columns == 0  # no group begins inside a row and ends in the next
     packed = (-(-grouped[0] // together), grouped[1])
@@ -56,12 +58,11 @@ def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight
         return None
     if any(part.dtype not in FLOATS or part.shape != ((groups, 1) if axis else (1, groups)) for part in (scale, zero)):
         return None
-    kind = _number(own["nbits"]) if own["nbits"].dtype == "int32" else bits
     return EncodedWeight(
         f"{stem}weight",
         (rows, columns),
         SCHEME,
-        f"{SCHEME}:int{kind}@{block_name(size, columns if axis else rows)}",
+        f"{SCHEME}:int{bits}@{block_name(size, columns if axis else rows)}",
         {CODES: codes, "scale": scale, "zero": zero},
         {"bits": bits, "together": together, "axis": axis},
         tuple(own.values()),

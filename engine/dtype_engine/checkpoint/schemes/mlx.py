@@ -1,8 +1,10 @@
-"""MLX, as mlx-lm writes it: `x.weight` holds codes in uint32 words, the lowest bits first and without gaps, along the last dimension.
+"""MLX, as mlx-lm writes it: `x.weight` holds codes in uint32 words, the lowest bits first and without gaps, along the last
+dimension.
 
-"affine" has codes of 2 to 8 bits, to which `x.scales` and `x.biases` belong: a factor and a summand for each group. The modes "mxfp4",
-"mxfp8" and "nvfp4" have floats as codes and bytes in `x.scales`: exponents of two or, for "nvfp4", float8. config.json gives bits,
-group size and mode for the model and for single modules. The experts of a layer are stacked in `switch_mlp`; each is a weight here.
+"affine" has codes of 2 to 8 bits, to which `x.scales` and `x.biases` belong: a factor and a summand for each group. The modes
+"mxfp4", "mxfp8" and "nvfp4" have floats as codes and bytes in `x.scales`: exponents of two or, for "nvfp4", float8. config.json
+gives bits, group size and mode for the model and for single modules. The experts of a layer are stacked in `switch_mlp`; each is a
+weight here.
 """
 
 from __future__ import annotations
@@ -56,14 +58,12 @@ def read(
     return found
 
 
-def _described(
-    own: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor
-) -> tuple[str, int, int] | None:
+def _described(own: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> tuple[str, int, int] | None:
     """Return the mode, the bits of a code and the size of a group, or None if the shapes or dtypes contradict them. own: what the
     configuration gives for the module.
     """
-    mode = own.get("mode", "affine")
-    usual = _FLOAT_MODES.get(mode, (4, 64)) if isinstance(mode, str) else (4, 64)
+    mode = str(own.get("mode", "affine"))
+    usual = _FLOAT_MODES.get(mode, (4, 64))
     bits, size = own.get("bits", usual[0]), own.get("group_size", usual[1])
     if mode == "affine":
         fits = scale.dtype in FLOATS and bits in _AFFINE_BITS

@@ -28,7 +28,7 @@ def read(
         scale = tensors.get(f"{stem}._scale")
         if stem == name or scale is None or codes.dtype not in _CODES or scale.dtype not in FLOATS:
             continue
-        if len(codes.shape) < 2 or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
+        if len(codes.shape) < 2 or not codes.nbytes or scale.shape != (codes.shape[0], *(1 for _ in codes.shape[1:])):
             continue
         module = stem.rpartition(".")[0]
         beside = (tensors.get(f"{module}.input_scale"), tensors.get(f"{module}.output_scale"))

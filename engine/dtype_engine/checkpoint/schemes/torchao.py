@@ -1,7 +1,7 @@
 """torchao's safetensors: the metadata of a file's header describes each weight by the class and attributes of its torch tensor.
 
-`x._weight_qdata` holds the codes of `x.weight`, and `x._weight_scale`, `x._weight_zero_point`, ... what belongs to them. Integers of
-fewer than 8 bits are stored as int8. Scales of MX formats and NVFP4 may be in the order of the tensor cores (see
+`x._weight_qdata` holds the codes of `x.weight`, and `x._weight_scale`, `x._weight_zero_point`, ... what belongs to them. Integers
+of fewer than 8 bits are stored as int8. Scales of MX formats and NVFP4 may be in the order of the tensor cores (see
 `runtime/formats/schemes/swizzled.py`).
 """
 
@@ -65,7 +65,7 @@ def _weight(name: str, text: str, tensors: Mapping[str, CheckpointTensor]) -> En
 
 
 def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: CheckpointTensor) -> str | None:
-    """Return the name of the type of codes, or None if the dtypes of the codes and scales don't belong to the class of the tensor."""
+    """Return the name of the type of codes, or None if the dtypes of codes and scales don't belong to the tensor's class."""
     if kind in _INTEGERS and codes.dtype == "int8" and scale.dtype in FLOATS:
         target = data.get("target_dtype")
         return str(target.get("_data")) if isinstance(target, Mapping) else "int8"

@@ -16,7 +16,16 @@ from dtype_engine.runtime.formats.schemes.parts import Parts
 __all__ = ["Parts", "decode"]
 
 Decoder = Callable[[EncodedWeight, Parts, int, int], torch.Tensor]
-_DECODERS: dict[str, Decoder] = {"fp8": fp8_blocks.decode, "gptq": gptq.decode, "awq": awq.decode, "bnb": bitsandbytes.decode, "hqq": hqq.decode, "mlx": mlx.decode, "torchao": torchao.decode, "quanto": quanto.decode}
+_DECODERS: dict[str, Decoder] = {
+    "fp8": fp8_blocks.decode,
+    "gptq": gptq.decode,
+    "awq": awq.decode,
+    "bnb": bitsandbytes.decode,
+    "hqq": hqq.decode,
+    "mlx": mlx.decode,
+    "torchao": torchao.decode,
+    "quanto": quanto.decode,
+}
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int = 0, last: int | None = None) -> torch.Tensor:

@@ -15,7 +15,8 @@ _LARGEST = 127
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight in float32: the value of each code times the factor of its block or row.
+    """Return the rows from `first` up to `last` of a weight in float32: the value of each code times the factor of its block or
+    row.
 
     4 bits: a row is everything under one index of the first dimension.
     """

@@ -42,11 +42,13 @@ def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: 
 
 
 def _order(weight: EncodedWeight, parts: Parts) -> torch.Tensor | None:
-    """Return the group of each column, int64 [in], or None if each group has the same number of columns, one group after another."""
+    """Return the group of each column, int64 [in], or None if the groups are successive columns, and each has as many."""
     columns, groups, size = weight.shape[1], len(parts["scale"]), weight.settings["group"]
     regular = torch.arange(columns) // size
     order = parts["g_idx"].to(torch.int64) if "g_idx" in parts else regular
     if columns and (order.min() < 0 or order.max() >= groups):
         name = printable(weight.parts["g_idx"].name)
-        raise UserError(f"{name} names groups from {order.min()} to {order.max()}, and the weight has groups 0 to {groups - 1}")
+        raise UserError(
+            f"{name} names groups from {order.min()} to {order.max()}, and the weight has groups 0 to {groups - 1}"
+        )
     return None if columns == groups * size and torch.equal(order, regular) else order

@@ -19,8 +19,8 @@ _SCALES = {"mxfp4": torch.float8_e8m0fnu, "mxfp8": torch.float8_e8m0fnu, "nvfp4"
 
 
 def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.Tensor:
-    """Return the rows from `first` up to `last` of a weight [out, in], or the same range of matrices of a weight [experts, out, in]:
-    code times scale plus bias in "affine" mode, value of the code times scale in the others, in float32.
+    """Return the rows from `first` up to `last` of a weight [out, in], or the same range of matrices of a weight [experts, out,
+    in]: code times scale plus bias in "affine" mode, value of the code times scale in the others, in float32.
     """
     mode, bits, columns = weight.settings["mode"], weight.settings["bits"], weight.shape[-1]
     each = 1 if len(weight.shape) == 2 else weight.shape[1]

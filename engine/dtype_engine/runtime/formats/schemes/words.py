@@ -34,8 +34,8 @@ def decode_rows(first: int, last: int, columns: int, fill: Callable[[torch.Tenso
 
 
 def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
-    """Write the codes of `bits` bits each, 1 to 8, in every row of `packed` as float32 to `out`. The lowest bits come first, without
-    gaps, so a code may begin in one byte or word and end in the next.
+    """Write the codes of `bits` bits each, 1 to 8, in every row of `packed` as float32 to `out`. The lowest bits come first,
+    without gaps, so a code may begin in one byte or word and end in the next.
 
     packed: [rows, bytes or words] of any integer dtype, contiguous. out: float32 [rows, codes], contiguous.
     """
@@ -60,8 +60,8 @@ def look_up(codes: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None
 
 
 def pairs(values: torch.Tensor, high_first: bool = False) -> torch.Tensor:
-    """Return the table for `look_up` of bytes that hold two codes each, float32 [256, 2]. values: the values of the 16 codes, float32.
-    high_first: the first code is in the high nibble of a byte.
+    """Return the table for `look_up` of bytes that hold two codes each, float32 [256, 2]. values: the values of the 16 codes,
+    float32. high_first: the first code is in the high nibble of a byte.
     """
     table = torch.stack((values.repeat(16), values.repeat_interleave(16)), 1)
     return table.flip(1).contiguous() if high_first else table
