@@ -10,9 +10,15 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the content of `quantization_config`, or an empty mapping if there is none. config: the content of config.json."""
-    declared = config.get("quantization_config")
-    return declared if isinstance(declared, Mapping) else {}
+    """Return the content of `quantization_config`, or an empty mapping if there is none. config: the content of config.json. Models
+    with images or sound may declare it in their `text_config`.
+    """
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, Mapping) else {}):
+        declared = place.get("quantization_config")
+        if isinstance(declared, Mapping):
+            return declared
+    return {}
 
 
 def declared_numbers(declared: Mapping[str, Any], key: str) -> set[int]:

@@ -1,21 +1,22 @@
 """Turns codes of a few bits into float32 values in memory that is allocated once.
 
 A weight is decoded whenever it is used. Fresh memory takes longer than the arithmetic, so codes are unpacked into the result in
-blocks of rows, whose intermediate results stay small.
+pieces of some rows, whose intermediate results stay in the processor's cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from math import gcd
 
 import torch
 
-_BLOCK = 1 << 20
-"""The number of values that are decoded at once."""
+from dtype_engine.runtime.formats.row_blocks import CHUNK, parallel_map
+
 _ALIGNED = 32
-"""A block of rows starts at a multiple of this number of rows after the first row, so that it starts at a whole word if codes are
-packed along the rows.
+"""A piece starts at a multiple of this number of rows after the first row, so that it starts at a whole word if codes are packed
+along the rows.
 """
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of the codes of FP4 in the OCP Microscaling specification 1.0: sign, two bits of exponent, one of mantissa."""
@@ -23,13 +24,19 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 
 def decode_rows(first: int, last: int, columns: int, fill: Callable[[torch.Tensor, int, int], None]) -> torch.Tensor:
     """Return float32 [last - first, columns]. `fill(out, start, stop)` writes the rows from `start` up to `stop` to `out`, float32
-    [stop - start, columns], which is contiguous and holds no values yet.
+    [stop - start, columns], which is contiguous and holds no values yet. It is called in several threads.
     """
-    out = torch.empty(last - first, columns)
-    step = max(_BLOCK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
-    for start in range(first, last, step):
-        stop = min(start + step, last)
-        fill(out[start - first : stop - first], start, stop)
+    with torch.inference_mode(False):  # the other threads are in no inference mode, and may not write to its tensors
+        out = torch.empty(last - first, columns)
+    step = max(CHUNK // max(columns, 1) // _ALIGNED, 1) * _ALIGNED
+    starts = range(first, last, step)
+
+    def work(pieces: range) -> None:
+        for start in (starts[piece] for piece in pieces):
+            stop = min(start + step, last)
+            fill(out[start - first : stop - first], start, stop)
+
+    parallel_map(work, len(starts))
     return out
 
 
@@ -39,7 +46,7 @@ def unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
 
     packed: [rows, bytes or words] of any integer dtype, contiguous. out: float32 [rows, codes], contiguous.
     """
-    together = 8 if 8 % bits else 8 // bits  # the fewest codes that take whole bytes, except for 6 bits
+    together = 8 // gcd(8, bits)  # the fewest codes that take whole bytes
     packed = packed.view(torch.uint8).view(len(out), -1, together * bits // 8)
     codes = out.view(len(out), -1, together)
     for index in range(together):
