@@ -127,8 +127,13 @@ def gptq(bits: int = 4, form: str = "gptq", size: int = 32, columns: int = 96, o
         group = random.permutation(group)
     right = np.array([[(codes[i, j] - zeros[i, group[j]]) * floats(scale)[group[j], i] for j in range(columns)]
                       for i in range(rows)], np.float32)  # fmt: skip
-    stored = (zeros - (form == "gptq")) % (1 << bits)
-    tensors = {"m.qweight": words(codes, bits).t(), "m.qzeros": words(stored.T, bits), "m.scales": scale}
+    less = int(form == "gptq")
+    if bits == 3:
+        stored = words((zeros.T - less) % 8, bits)
+    else:  # whole words are subtracted
+        ones = int("1".zfill(bits) * (32 // bits), 2)
+        stored = torch.from_numpy((packed(zeros.T, bits) - np.uint32(less * ones)).view(np.int32))
+    tensors = {"m.qweight": words(codes, bits).t(), "m.qzeros": stored, "m.scales": scale}
     if order != "none":
         tensors["m.g_idx"] = torch.from_numpy(group.astype(np.int32))
     declared = {"quant_method": "gptq", "bits": bits, "group_size": size, "checkpoint_format": form}

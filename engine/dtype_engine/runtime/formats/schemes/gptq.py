@@ -33,12 +33,22 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
 
 
 def _zero_points(weight: EncodedWeight, packed: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Return the zero points of the rows from `first` up to `last` as float32 [rows, groups]. packed: [groups, out in words]."""
+    """Return the zero points of the rows from `first` up to `last` as float32 [rows, groups]. packed: [groups, out in words].
+
+    The first version of the format stores each zero point minus one. GPTQModel (`convert_gptq_v2_to_v1_format_module`) subtracts
+    and adds whole words, so a zero point of 0 borrows from the next one in its word. With 3 bits, each zero point wraps by itself.
+    """
     bits, added = weight.settings["bits"], weight.settings["added"]
     low, high = first // 32 * 32, min(-(-last // 32) * 32, weight.shape[0])  # 32 codes take whole words
     zero = torch.empty(len(packed), high - low)
-    unpack(packed[:, low * bits // 32 : high * bits // 32].contiguous(), bits, zero)
-    return zero[:, first - low : last - low].add_(added).remainder_(1 << bits).t().contiguous()
+    words = packed[:, low * bits // 32 : high * bits // 32].view(torch.int32)
+    if bits == 3:
+        unpack(words.contiguous(), bits, zero)
+        zero.add_(added).remainder_(8)
+    else:
+        ones = sum(1 << place for place in range(0, 32, bits))
+        unpack(words + added * ones, bits, zero)
+    return zero[:, first - low : last - low].t().contiguous()
 
 
 def _order(weight: EncodedWeight, parts: Parts) -> torch.Tensor | None:
