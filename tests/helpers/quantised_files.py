@@ -241,19 +241,22 @@ def mlx_affine(bits: int = 4, size: int = 32, name: str = "m", shape: tuple[int,
     return Made(tensors, {f"{name}.weight": right}, {"quantization": {"bits": bits, "group_size": size}})
 
 
-def mlx_float(mode: str = "mxfp4") -> Made:
-    """A weight [40, 64] in one of MLX's modes with floats as codes."""
+def mlx_float(mode: str = "mxfp4", whole: float | None = None) -> Made:
+    """A weight [40, 64] in one of MLX's modes with floats as codes. whole: a scale for the tensor."""
     random = np.random.default_rng(3)
     bits, size = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}[mode]
     codes = float8_codes(random, 40, 64) if bits == 8 else random.integers(0, 16, (40, 64))
     scale = float8_codes(random, 40, 64 // size) if mode == "nvfp4" else random.integers(100, 150, (40, 64 // size))
     value, factor = (e4m3 if bits == 8 else e2m1), (e4m3 if mode == "nvfp4" else lambda code: 2.0 ** (code - 127))
-    right = np.array(
-        [[value(int(codes[i, j])) * factor(int(scale[i, j // size])) for j in range(64)] for i in range(40)]
-    )
+    of_tensor = np.float32(1 if whole is None else np.float32(whole) / np.float32(6 * 448))
+    right = np.empty((40, 64), np.float32)
+    for i, j in np.ndindex(40, 64):
+        right[i, j] = np.float32(value(int(codes[i, j]))) * (np.float32(factor(int(scale[i, j // size]))) * of_tensor)
     tensors = {"m.weight": torch.from_numpy(packed(codes, bits)), "m.scales": torch.from_numpy(scale.astype(np.uint8))}
+    if whole is not None:
+        tensors["m.global_scale"] = torch.tensor(whole)
     config = {"quantization": {"bits": bits, "group_size": size, "mode": mode}}
-    return Made(tensors, {"m.weight": right.astype(np.float32)}, config)
+    return Made(tensors, {"m.weight": right}, config)
 
 
 def torchao_blocks(codes: str = "int4", block: tuple[int, int] = (1, 32), zero: bool = True) -> Made:

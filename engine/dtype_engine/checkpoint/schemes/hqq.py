@@ -62,7 +62,7 @@ def _weight(stem: str, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight
         f"{stem}weight",
         (rows, columns),
         SCHEME,
-        f"{SCHEME}:int{bits}@{block_name(size, columns if axis else rows)}",
+        f"{SCHEME}:int{bits}@{block_name(size, columns) if axis else f'g{size}'}",
         {CODES: codes, "scale": scale, "zero": zero},
         {"bits": bits, "together": together, "axis": axis},
         tuple(own.values()),

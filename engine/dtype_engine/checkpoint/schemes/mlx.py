@@ -1,10 +1,10 @@
 """MLX, as mlx-lm writes it: `x.weight` holds codes in uint32 words, the lowest bits first and without gaps, along the last
 dimension.
 
-"affine" has codes of 2 to 8 bits, to which `x.scales` and `x.biases` belong: a factor and a summand for each group. The modes
-"mxfp4", "mxfp8" and "nvfp4" have floats as codes and bytes in `x.scales`: exponents of two or, for "nvfp4", float8. config.json
-gives bits, group size and mode for the model and for single modules. The experts of a layer are stacked in `switch_mlp`; each is a
-weight here.
+"affine" has codes of 1 to 8 bits, to which `x.scales` and `x.biases` belong: a factor and a summand for each group. The modes
+"mxfp4", "mxfp8" and "nvfp4" have floats as codes and bytes in `x.scales`: exponents of two or, for "nvfp4", float8, to which
+`x.global_scale` may belong. config.json gives bits, group size and mode for the model and for single modules. The experts of a
+layer are stacked in `switch_mlp`; each is a weight here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dtype_engine.checkpoint.schemes.declared import FLOATS, quantization
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 
 SCHEME = "mlx"
-_AFFINE_BITS = (2, 3, 4, 5, 6, 8)
+_AFFINE_BITS = (1, 2, 3, 4, 5, 6, 8)
 _FLOAT_MODES = {"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
 """The bits of a code and the number of codes in a group, by mode."""
 _STACKED = ".switch_mlp."
@@ -38,7 +38,7 @@ def read(
     for name, scale in tensors.items():
         module = name.removesuffix(".scales")
         codes = tensors.get(f"{module}.weight")
-        if module == name or codes is None or codes.dtype != "uint32" or f"{module}.global_scale" in tensors:
+        if module == name or codes is None or codes.dtype != "uint32":
             continue
         own = declared.get(module)
         described = _described(own if isinstance(own, Mapping) else declared, codes, scale)
@@ -51,10 +51,15 @@ def read(
             if bias is None or bias.shape != scale.shape or bias.dtype not in FLOATS:
                 continue
             parts["bias"] = bias
+        whole = tensors.get(f"{module}.global_scale")
+        if whole is not None:
+            if mode != "nvfp4" or whole.shape != codes.shape[:-2] or whole.dtype != "float32":
+                continue
+            parts["global_scale"] = whole
         kind = f"affine{bits}@g{size}" if mode == "affine" else mode
         shape = (*codes.shape[:-1], codes.shape[-1] * 32 // bits)
-        whole = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME}:{kind}", parts, {"mode": mode, "bits": bits})
-        found |= {weight.name: weight for weight in _experts(whole)} if _STACKED in name else {whole.name: whole}
+        weight = EncodedWeight(codes.name, shape, SCHEME, f"{SCHEME}:{kind}", parts, {"mode": mode, "bits": bits})
+        found |= {expert.name: expert for expert in _experts(weight)} if _STACKED in name else {weight.name: weight}
     return found
 
 

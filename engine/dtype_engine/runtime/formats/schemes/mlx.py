@@ -15,6 +15,8 @@ from dtype_engine.runtime.formats.schemes.words import (
     unpack,
 )
 
+_LARGEST_NVFP4 = 448.0 * 6.0
+"""The value of the largest code times the largest scale, which stands for a tensor's `global_scale`."""
 _SCALES = {"mxfp4": torch.float8_e8m0fnu, "mxfp8": torch.float8_e8m0fnu, "nvfp4": torch.float8_e4m3fn}
 
 
@@ -36,7 +38,11 @@ def decode(weight: EncodedWeight, parts: Parts, first: int, last: int) -> torch.
             unpack(codes[start:stop], bits, out)
         else:
             look_up(codes[start:stop], table, out)
-        scale_groups(out, scale[start:stop].to(torch.float32))
+        factors = scale[start:stop].to(torch.float32)
+        if "global_scale" in parts:
+            matrices = torch.arange(start, stop) // weight.shape[-2]
+            factors *= parts["global_scale"].view(-1, 1)[matrices] / _LARGEST_NVFP4
+        scale_groups(out, factors)
         if mode == "affine":
             out.view(len(out), scale.shape[1], -1).add_(bias[start:stop, :, None].to(torch.float32))
 

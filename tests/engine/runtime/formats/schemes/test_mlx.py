@@ -11,7 +11,7 @@ from tests.helpers.quantised_files import mlx_affine, mlx_float
 from dtype_engine.runtime.model.mmap_reader import read_encoded
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5, 6, 8])
 def test_affine_mode(tmp_path: Path, bits: int) -> None:
     mlx_affine(bits).check(tmp_path, f"mlx:affine{bits}@g32")
 
@@ -19,6 +19,10 @@ def test_affine_mode(tmp_path: Path, bits: int) -> None:
 @pytest.mark.parametrize("mode", ["mxfp4", "mxfp8", "nvfp4"])
 def test_modes_with_floats_as_codes(tmp_path: Path, mode: str) -> None:
     mlx_float(mode).check(tmp_path, f"mlx:{mode}")
+
+
+def test_nvfp4_may_have_a_scale_for_the_tensor(tmp_path: Path) -> None:
+    mlx_float("nvfp4", whole=1.7).check(tmp_path, "mlx:nvfp4")
 
 
 def test_a_module_may_have_settings_of_its_own(tmp_path: Path) -> None:
