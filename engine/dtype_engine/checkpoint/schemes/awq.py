@@ -12,7 +12,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import FLOATS, block_name, declared_numbers, group_size, quantization
+from dtype_engine.checkpoint.schemes.declared import (
+    FLOATS,
+    block_name,
+    declared_numbers,
+    group_size,
+    quant_method,
+    quantization,
+)
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 
 SCHEME = "awq"
@@ -25,10 +32,11 @@ def read(
     metadata: the metadata of the files' headers.
     """
     declared = quantization(config)
-    method = declared.get("quant_method")
+    method = quant_method(declared)
     rounded = method == "auto-round" and declared.get("packing_format") in ("auto_round:auto_awq", "auto_round:awq")
     if (method != "awq" and not rounded) or 4 not in declared_numbers(declared, "bits"):
         return {}
+    sizes = declared_numbers(declared, "group_size")
     found = {}
     for name, codes in tensors.items():
         stem = name.removesuffix("qweight")
@@ -42,7 +50,7 @@ def read(
             or any(len(part.shape) != 2 for part in (codes, scale, zero))
         ):
             continue
-        layout = _layout(codes, scale, zero, declared)
+        layout = _layout(codes, scale, zero, sizes)
         if layout is None:
             continue
         which, rows, columns, size = layout
@@ -58,17 +66,20 @@ def read(
 
 
 def _layout(
-    codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, declared: Mapping[str, Any]
+    codes: CheckpointTensor, scale: CheckpointTensor, zero: CheckpointTensor, sizes: set[int]
 ) -> tuple[str, int, int, int] | None:
-    """Return the name of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits."""
+    """Return the name of the layout, the rows and columns of the weight and the columns of a group, or None if no layout fits.
+
+    sizes: the numbers of columns of a group that are declared.
+    """
     (columns, words), (groups, rows) = codes.shape, scale.shape
     if rows == 8 * words and zero.shape == (groups, words):
-        size = group_size(declared, columns, groups)
+        size = group_size(sizes, columns, groups)
         return ("gemm", rows, columns, size) if size is not None and columns % size == 0 else None
     (rows, words), (_, places) = codes.shape, scale.shape
     columns = 8 * words
     if zero.shape == (rows, places / 8) and scale.shape[0] == rows:
-        for size in sorted(declared_numbers(declared, "group_size")):
+        for size in sorted(sizes):
             if size > 0 and columns % size == 0 and 0 <= places - columns // size < 8 * max(128 // size, 1):
                 return "gemv", rows, columns, size
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -21,6 +21,11 @@ def quantization(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+def quant_method(declared: Mapping[str, Any]) -> str:
+    """Return the declared `quant_method`, such as "gptq", or "" if there is none. AutoRound was "intel/auto-round" at first."""
+    return str(declared.get("quant_method") or "").removeprefix("intel/")
+
+
 def declared_numbers(declared: Mapping[str, Any], key: str) -> set[int]:
     """Return the numbers that are declared under a key, such as "bits": that of the whole model, and those of single modules, which
     GPTQModel declares in `dynamic` and AutoRound in `extra_config`.
@@ -32,11 +37,11 @@ def declared_numbers(declared: Mapping[str, Any], key: str) -> set[int]:
     return {number for number in found if type(number) is int}
 
 
-def group_size(declared: Mapping[str, Any], columns: int, groups: int) -> int | None:
+def group_size(declared: Iterable[int], columns: int, groups: int) -> int | None:
     """Return the number of columns of a group, or None if no declared size divides the columns into this number of groups. The last
     group may be smaller. A declared size of -1 means one group for the whole row.
     """
-    for size in sorted(declared_numbers(declared, "group_size")):
+    for size in sorted(declared):
         columns_each = columns if size == -1 else size
         if min(columns, columns_each) > 0 and -(-columns // columns_each) == groups:
             return columns_each

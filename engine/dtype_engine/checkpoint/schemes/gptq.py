@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import FLOATS, block_name, declared_numbers, group_size, quantization
+from dtype_engine.checkpoint.schemes.declared import (
+    FLOATS,
+    block_name,
+    declared_numbers,
+    group_size,
+    quant_method,
+    quantization,
+)
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 
 SCHEME = "gptq"
@@ -31,11 +38,12 @@ def read(
     metadata: the metadata of the files' headers.
     """
     declared = quantization(config)
-    method = str(declared.get("quant_method"))
+    method = quant_method(declared)
     usual = declared.get("checkpoint_format") or declared.get("format") or "gptq"
     added = _ADDED.get((method, str(declared.get("packing_format") if method == "auto-round" else usual)))
     if added is None:
         return {}
+    widths, sizes = declared_numbers(declared, "bits"), declared_numbers(declared, "group_size")
     found = {}
     for name, codes in tensors.items():
         stem = name.removesuffix("qweight")
@@ -46,10 +54,10 @@ def read(
             continue
         groups, rows = scale.shape
         bits = 32 * zero.shape[1] // rows if rows else 0
-        if bits not in (2, 3, 4, 8) or bits not in declared_numbers(declared, "bits"):
+        if bits not in (2, 3, 4, 8) or bits not in widths:
             continue
         columns = 32 * codes.shape[0] // bits
-        size = group_size(declared, columns, groups)
+        size = group_size(sizes, columns, groups)
         grid = codes.shape == (columns * bits / 32, rows) and zero.shape == (groups, rows * bits / 32)
         if size is None or not grid or (order is not None and (order.shape, order.dtype) != ((columns,), "int32")):
             continue

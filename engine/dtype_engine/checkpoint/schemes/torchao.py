@@ -18,6 +18,7 @@ from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 SCHEME = "torchao"
 _FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _MX = {"float8_e4m3fn": "mxfp8", "float8_e5m2": "mxfp8_e5m2", "uint8": "mxfp4"}
+_NAMES = tuple(f"int{bits}" for bits in range(1, 9))
 _INTEGERS = ("IntxUnpackedToInt8Tensor", "Int8Tensor")
 
 
@@ -68,7 +69,8 @@ def _word(kind: str, data: Mapping[str, Any], codes: CheckpointTensor, scale: Ch
     """Return the name of the type of codes, or None if the dtypes of codes and scales don't belong to the tensor's class."""
     if kind in _INTEGERS and codes.dtype == "int8" and scale.dtype in FLOATS:
         target = data.get("target_dtype")
-        return str(target.get("_data")) if isinstance(target, Mapping) else "int8"
+        word = target.get("_data") if isinstance(target, Mapping) else "int8"
+        return word if word in _NAMES else None
     if kind == "Float8Tensor" and scale.dtype in FLOATS:
         return _FLOAT8.get(codes.dtype)
     if kind == "MXTensor" and scale.dtype == "float8_e8m0fnu":

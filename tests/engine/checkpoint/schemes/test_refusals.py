@@ -130,7 +130,8 @@ LARGE = torch.zeros(1 << 17, dtype=torch.uint8)
         *((torchao_blocks, change) for change in (
             without("m._weight_scale"), without("m._weight_qdata"), shorter("m._weight_scale"),
             shorter("m._weight_zero_point"), undeclared, attributes(block_size=[1, 64]), attributes(block_size=[1, 0]),
-            attributes(block_size=None), lambda made: made.metadata.update({"m.weight": '{"_type"'}),
+            attributes(block_size=None), attributes(target_dtype={"_data": "a b"}),
+            lambda made: made.metadata.update({"m.weight": '{"_type"'}),
             lambda made: made.metadata.update({"m.weight": '{"_type": "Int4Tensor", "_data": {}}'}),
         )),
         *((torchao_swizzled, change) for change in (

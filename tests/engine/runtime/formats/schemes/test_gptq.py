@@ -34,7 +34,7 @@ def test_a_last_group_that_is_smaller(tmp_path: Path) -> None:
 @pytest.mark.parametrize("packing", ["auto_round:auto_gptq", "auto_round"])
 def test_autoround_stores_zero_points_minus_one_or_as_they_are(tmp_path: Path, packing: str) -> None:
     made = gptq(form="gptq" if packing == "auto_round:auto_gptq" else "gptq_v2")
-    made.config["quantization_config"] |= {"quant_method": "auto-round", "packing_format": packing}
+    made.config["quantization_config"] |= {"quant_method": "intel/auto-round", "packing_format": packing}
     made.check(tmp_path, "auto-round:int4@g32")
 
 
