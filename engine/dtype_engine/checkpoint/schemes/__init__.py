@@ -11,7 +11,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes import comfy, compressed_tensors, fp8_blocks, gpt_oss, modelopt, quark
+from dtype_engine.checkpoint.schemes import (
+    awq,
+    bitsandbytes,
+    comfy,
+    compressed_tensors,
+    fp8_blocks,
+    gpt_oss,
+    gptq,
+    hqq,
+    mlx,
+    modelopt,
+    quanto,
+    quark,
+    torchao,
+)
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
 
 __all__ = ["CODES", "EncodedWeight", "read_encoded", "read_small"]
@@ -26,6 +40,13 @@ _READERS: tuple[Reader, ...] = (
     modelopt.read,
     gpt_oss.read,
     quark.read,
+    gptq.read,
+    awq.read,
+    bitsandbytes.read,
+    hqq.read,
+    mlx.read,
+    torchao.read,
+    quanto.read,
     comfy.read,
 )
 

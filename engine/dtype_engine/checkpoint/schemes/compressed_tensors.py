@@ -9,12 +9,12 @@ bytes, with a scale for each group, and `x.weight_global_scale` divides these sc
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight, read_small
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
 
@@ -45,21 +45,20 @@ def read(tensors: Tensors, config: Mapping[str, Any], metadata: Mapping[str, str
     return found
 
 
-def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> Iterator[Mapping[str, Any]]:
-    """Yield the `weights` settings that may apply to a module: those of groups that name it, then those of groups that name a class
-    of modules, which headers do not tell. usual: the format of groups that do not declare one.
+def _arguments(module: str, groups: Mapping[str, Any], usual: object) -> list[Mapping[str, Any]]:
+    """Return the `weights` settings that may apply to a module: those of groups that name it or, if none does, of all groups, since
+    headers do not tell the class of a module. usual: the format of groups that do not declare one.
     """
-    by_class = []
+    named: list[Mapping[str, Any]] = []
+    others: list[Mapping[str, Any]] = []
     for group in groups.values():
         arguments = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(arguments, Mapping) or (group.get("format") or usual) in _UNREAD:
             continue
         targets = group.get("targets")
-        if any(matches(target, module) for target in (targets if isinstance(targets, list) else ())):
-            yield arguments
-        else:
-            by_class.append(arguments)
-    yield from by_class
+        name_it = any(matches(target, module) for target in (targets if isinstance(targets, list) else ()))
+        (named if name_it else others).append(arguments)
+    return named or others
 
 
 def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> EncodedWeight | None:
@@ -76,7 +75,7 @@ def _read_weight(name: str, arguments: Mapping[str, Any], tensors: Tensors) -> E
     if codes is None or codes.dtype not in ((*FP8,) if arguments.get("type") == "float" else ("int8",)):
         return None
     parts: dict[str, CheckpointTensor | None] = {CODES: codes, "scale": scale}
-    kind = FP8.get(codes.dtype) or f"int{arguments.get('num_bits')}"
+    kind = FP8.get(codes.dtype) or f"int{size(arguments.get('num_bits')) or 8}"
     if scale.dtype in EXPONENTS:
         kind = "mxfp8"
     zero = tensors.get(f"{name}_zero_point")
@@ -95,33 +94,36 @@ def _read_words(
     bits, held = size(arguments.get("num_bits")), tensors.get(f"{name}_shape")
     if bits is None or bits > 8 or arguments.get("type") != "int" or held is None or held.dtype not in _INTEGERS:
         return None
+    if held.shape != (len(packed.shape),):
+        return None
     shape = struct.unpack(f"<{prod(held.shape)}{_INTEGERS[held.dtype]}", read_small(held))
-    if len(shape) != len(packed.shape) or len(shape) < 2 or packed.shape[:-1] != shape[:-1] or min(shape) < 1:
+    if len(shape) < 2 or packed.shape[:-1] != shape[:-1] or min(shape) < 1:
         return None
-    words = {-(-shape[-1] // (32 // bits)): False, -(-shape[-1] * bits // 32): True}
-    if packed.shape[-1] not in words:
+    dense = packed.shape[-1] == -(-shape[-1] * bits // 32)
+    if not dense and packed.shape[-1] != -(-shape[-1] // (32 // bits)):
         return None
-    dense = words[packed.shape[-1]]
     scale, index, zero = tensors[f"{name}_scale"], tensors.get(f"{name}_g_idx"), tensors.get(f"{name}_zero_point")
     parts: dict[str, CheckpointTensor | None] = {CODES: packed, "scale": scale}
     beside = []
     if arguments.get("symmetric") is False:
         rows = -(-shape[-2] * bits // 32) if dense else -(-shape[-2] // (32 // bits))
-        in_words = zero is not None and zero.dtype == "int32" and zero.shape == (*shape[:-2], rows, scale.shape[-1])
+        in_words = zero is not None and zero.dtype == "int32" and zero.shape == (*shape[:-2], rows, *scale.shape[-1:])
         in_bytes = zero is not None and zero.dtype == "int8" and same_grid(zero.shape, scale.shape)
         if not (in_words or in_bytes):
             return None
         parts["zero_point"] = zero
     elif zero is not None:
         beside.append(zero)
+    if index is None and block != "channel" and arguments.get("actorder") in ("group", "dynamic"):
+        return None
     if index is not None and block != "channel":
         groups = _group_indices(index, shape[-1])
-        if groups is None or max(groups) >= scale.shape[-1]:
-            return None
-        if min(groups) >= 0:
-            parts["columns"] = index
-        else:  # a file whose columns are in their order may have -1 for each
+        if groups == {-1}:  # the columns are in their order
             beside.append(index)
+        elif groups and min(groups) >= 0 and scale.shape and max(groups) < scale.shape[-1]:
+            parts["columns"] = index
+        else:
+            return None
     settings = {"code": "words", "bits": bits, "dense": dense}
     kind = f"{'uint' if 'zero_point' in parts else 'int'}{bits}"
     return describe(name, SCHEME, kind, shape, block, parts, tensors, settings=settings, beside=(held, *beside))
@@ -136,17 +138,16 @@ def _read_small_floats(
         return None
     shape = (*packed.shape[:-1], packed.shape[-1] * 8 // bits)
     parts: dict[str, CheckpointTensor | None] = {CODES: packed, "scale": tensors[f"{name}_scale"]}
+    settings: dict[str, Any] = {"code": "e2m1"}
     if bits == 6:
         settings = {"code": "six bits", "element": "mxfp6_e2m3"}
         if shape[-1] % 16:
             return None
         return describe(name, SCHEME, "mxfp6_e2m3", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
     if block == (1, 32):
-        return describe(
-            name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings={"code": "e2m1"}
-        )
+        return describe(name, SCHEME, "mxfp4", shape, block, parts, tensors, scales=EXPONENTS, settings=settings)
     parts["tensor_scale"] = tensors.get(f"{name}_global_scale")
-    settings = {"code": "e2m1", "divide": True}
+    settings["divide"] = True
     return describe(name, SCHEME, "nvfp4", shape, block, parts, tensors, scales=("float8_e4m3fn",), settings=settings)
 
 
@@ -163,8 +164,8 @@ def _block(arguments: Mapping[str, Any]) -> tuple[int, int] | str | None:
     return (1, columns) if strategy in ("group", "tensor_group") and columns is not None else None
 
 
-def _group_indices(index: CheckpointTensor, columns: int) -> tuple[int, ...] | None:
-    """Return the group of each column, or None if the tensor has another shape. Raises UserError if it can't be read."""
+def _group_indices(index: CheckpointTensor, columns: int) -> set[int]:
+    """Return the groups of all columns, or an empty set if the tensor has another shape. Raises UserError if it can't be read."""
     if index.dtype not in _INTEGERS or index.shape != (columns,):
-        return None
-    return struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index))
+        return set()
+    return set(struct.unpack(f"<{columns}{_INTEGERS[index.dtype]}", read_small(index)))

@@ -1,8 +1,9 @@
-"""float8 with a scale for each block, as DeepSeek publishes it and `quant_method: fp8` of transformers writes it.
+"""float8 as `quant_method: fp8` or `fbgemm_fp8` declares it: with a scale for each block, as DeepSeek publishes it, with a scale
+for each row, or with a single scale.
 
 `x.weight` has float8 codes, and `x.weight_scale_inv` a factor for each block of `weight_block_size`, by which codes are multiplied
 in spite of its name. The last block of a row or column may be smaller. The size of a block is never derived from the number of
-scales: 576 rows with 5 scales have blocks of 128 rows, not of 116.
+scales: 576 rows with 5 scales have blocks of 128 rows, not of 116. Without `weight_block_size`, `x.weight_scale` has the scales.
 
 DeepSeek-V4 calls the factors `x.scale`, and may store experts in e2m1, two values in an int8, with an exponent for every 32 values.
 Its names are those of the files, as transformers renames these modules when it loads them.
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared, sizes
+from dtype_engine.checkpoint.schemes.configuration import declared, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
 
@@ -31,31 +32,26 @@ def read(
     metadata: the metadata of the files' headers.
     """
     settings = declared(config)
-    block = sizes(settings.get("weight_block_size"))
-    if settings.get("quant_method") != "fp8" or block is None:
+    method, declared_block = settings.get("quant_method"), settings.get("weight_block_size")
+    block = sizes(declared_block) if declared_block is not None else "channel" if method == "fbgemm_fp8" else "tensor"
+    if method not in ("fp8", "fbgemm_fp8") or block is None:
         return {}
     found = {}
     for name, scale in tensors.items():
-        if name.endswith("_scale_inv"):
-            stem, scheme = name.removesuffix("_scale_inv"), SCHEME
-        elif name.endswith(".scale"):
+        stem, scheme = name.removesuffix("_inv").removesuffix("_scale"), SCHEME
+        if name.endswith(".scale"):
             stem, scheme = name.removesuffix("scale") + "weight", DEEPSEEK
-        else:
+        elif not name.endswith("_scale_inv" if declared_block else ("_scale", "_scale_inv")):
             continue
         codes = tensors.get(stem)
         if codes is None:
             continue
+        parts, experts = {CODES: codes, "scale": scale}, (settings.get("expert_dtype"), config.get("expert_dtype"))
         weight = None
-        parts = {CODES: codes, "scale": scale}
         if codes.dtype in FP8:
             weight = describe(stem, scheme, FP8[codes.dtype], codes.shape, block, parts, tensors, scales=_SCALES)
-        elif (
-            codes.dtype == "int8"
-            and scheme == DEEPSEEK
-            and "fp4" in (settings.get("expert_dtype"), config.get("expert_dtype"))
-        ):
-            shape = (*codes.shape[:-1], 2 * codes.shape[-1]) if codes.shape else ()
-            packed = {"code": "e2m1"}
+        elif scheme == DEEPSEEK and codes.dtype == "int8" and codes.shape and "fp4" in experts:
+            shape, packed = (*codes.shape[:-1], 2 * codes.shape[-1]), {"code": "e2m1"}
             weight = describe(
                 stem, scheme, "mxfp4", shape, _FP4_BLOCK, parts, tensors, scales=EXPONENTS, settings=packed
             )

@@ -1,5 +1,5 @@
-"""MXFP4 as gpt-oss stores its experts: `x_blocks` has two e2m1 values in a byte, uint8 [experts, out, blocks, 16], and `x_scales` an
-exponent of two for each block, uint8 [experts, out, blocks]. The model's parameter `x` is [experts, in, out].
+"""MXFP4 as gpt-oss stores its experts: `x_blocks` has two e2m1 values in a byte, uint8 [experts, out, blocks, 16], and `x_scales`
+an exponent of two for each block, uint8 [experts, out, blocks]. The model's parameter `x` is [experts, in, out].
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, describe
 

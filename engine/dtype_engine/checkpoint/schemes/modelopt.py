@@ -2,8 +2,8 @@
 config.json and, more completely, in hf_quant_config.json.
 
 Codes are in `x.weight`, and the scales of their blocks in `x.weight_scale`. `x.weight_scale_2`, for the whole tensor, multiplies
-these scales. `x.pre_quant_scale` has a factor for each input of the layer. The layer multiplies its inputs by these factors, so they
-are factors of the weight's columns here. Kept apart are NVFP4_SVD, whose layers also add a product of two small matrices, and
+these scales. `x.pre_quant_scale` has a factor for each input of the layer. The layer multiplies its inputs by these factors, so
+they are factors of the weight's columns here. Kept apart are NVFP4_SVD, whose layers also add a product of two small matrices, and
 experts that are stacked in one tensor.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared, matches, size
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe
 from dtype_engine.checkpoint.weight_files import read_json
@@ -87,11 +87,15 @@ def read(
 
 
 def _of_layer(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings that apply to a module: those of its entry in `quantized_layers`, or those of all layers."""
+    """Return the settings that apply to a module: those of all layers or, in a mixture, those of its entry in `quantized_layers`.
+    The entry may name a module that holds it, such as all experts, or have `*` for any text.
+    """
     layers = settings.get("quantized_layers")
     if settings.get("quant_algo") != "MIXED_PRECISION" or not isinstance(layers, Mapping):
         return settings
-    entry = layers.get(module) or next((layers[name] for name in layers if matches(name, module)), None)
+    holders = [module[:end] for end in range(len(module), 0, -1) if end == len(module) or module[end] == "."]
+    entry = next((layers[holder] for holder in holders if holder in layers), None)
+    entry = entry or next((layers[name] for name in layers if matches(name, module)), None)
     return entry if isinstance(entry, Mapping) else {}
 
 

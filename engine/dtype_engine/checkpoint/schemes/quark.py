@@ -1,21 +1,24 @@
-"""AMD Quark. `global_quant_config` has the settings of all layers, and `layer_quant_config` those of layers whose names fit a pattern.
+"""AMD Quark. `global_quant_config` has the settings of all layers, `layer_quant_config` those of layers whose names fit a pattern.
 
 Codes are in `x.weight` and their scales in `x.weight_scale`: float8 and int8 with a scale for the tensor, for each row or, for
-float8, for each block; floats of 4 and 6 bits in bytes with an exponent of two for each group. Kept apart are integers in groups, of
-which the files have the transpose.
+float8, for each block; floats of 4 and 6 bits in bytes with an exponent of two for each group; 4-bit integers in groups, of which
+the files have the transpose in int32 words, in the order of AWQ if `pack_method` is "reorder". Kept apart are other integers in
+groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
-from dtype_engine.checkpoint.schemes.declared import declared, matches, size, sizes
+from dtype_engine.checkpoint.schemes.configuration import declared, matches, size, sizes
 from dtype_engine.checkpoint.schemes.encoded_weight import CODES, EncodedWeight
 from dtype_engine.checkpoint.schemes.scaled_codes import EXPONENTS, FP8, describe, same_grid
 
 SCHEME = "quark"
+_IN_ORDER, _REORDERED = (0, 1, 2, 3, 4, 5, 6, 7), (0, 2, 4, 6, 1, 3, 5, 7)
 _FLOATS = ("float32", "bfloat16", "float16")
 _PACKED = {
     "fp4": ("mxfp4", "e2m1", 4),
@@ -43,14 +46,20 @@ def read(
         entry = settings.get("global_quant_config")
         for pattern, of_layer in layers.items() if isinstance(layers, Mapping) else ():
             entry = of_layer if matches(pattern, name.rpartition(".")[0]) else entry
-        weight = _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, tensors)
+        export = settings.get("export")
+        order = _IN_ORDER if isinstance(export, Mapping) and export.get("pack_method") == "order" else _REORDERED
+        weight = _read_weight(name, entry.get("weight") if isinstance(entry, Mapping) else None, order, tensors)
         if weight is not None:
             found[name] = weight
     return found
 
 
-def _read_weight(name: str, settings: object, tensors: Mapping[str, CheckpointTensor]) -> EncodedWeight | None:
-    """Return the weight `name`, or None if its tensors are not those that the settings of its layer require."""
+def _read_weight(
+    name: str, settings: object, order: tuple[int, ...], tensors: Mapping[str, CheckpointTensor]
+) -> EncodedWeight | None:
+    """Return the weight `name`, or None if its tensors are not those that the settings of its layer require. order: the rows of the
+    eight integers in a word.
+    """
     codes, scale = tensors.get(name), tensors[f"{name}_scale"]
     if not isinstance(settings, Mapping) or codes is None or len(codes.shape) != 2:
         return None
@@ -70,6 +79,17 @@ def _read_weight(name: str, settings: object, tensors: Mapping[str, CheckpointTe
         packed = {"code": packing, "element": kind}
         return describe(name, SCHEME, kind, shape, block, parts, tensors, scales=EXPONENTS, settings=packed)
     zero = tensors.get(f"{name}_zero_point")
+    if dtype in ("int4", "uint4") and codes.dtype == "int32" and scheme == "per_group" and columns is not None:
+        words = {"code": "row words", "order": order, "signed": dtype == "int4"}
+        shape, groups = (8 * codes.shape[1], codes.shape[0]), -(-codes.shape[0] // columns)
+        if scale.shape != (groups, shape[0]) or zero is None:
+            return None
+        if zero.dtype != "int32" or zero.shape != (groups, codes.shape[1]):
+            return None
+        parts["zero_point"] = zero
+        turned = replace(scale, shape=scale.shape[::-1])
+        weight = describe(name, SCHEME, dtype, shape, block, {**parts, "scale": turned}, tensors, settings=words)
+        return weight and replace(weight, parts={**weight.parts, "scale": scale})
     if dtype.startswith("fp8") and codes.dtype in FP8:
         return describe(name, SCHEME, FP8[codes.dtype], codes.shape, block, parts, tensors, beside=(zero,))
     if dtype == codes.dtype == "int8" and scheme != "per_group":

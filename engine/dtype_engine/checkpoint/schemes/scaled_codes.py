@@ -76,9 +76,8 @@ def describe(
     if not fits:
         return None
     text = block if isinstance(block, str) else f"{height}x{width}" if height > 1 else f"g{width}"
-    module = name.rpartition(".")[0]
-    own = [tensor.name for tensor in found.values()]
-    at_module = (tensors.get(f"{module}.{local}".removeprefix(".")) for local in _BESIDE)
+    module = name[: name.rfind(".") + 1]
+    at_module = [tensors[module + local] for local in _BESIDE if module + local in tensors]
     return EncodedWeight(
         name,
         shape,
@@ -86,5 +85,5 @@ def describe(
         f"{scheme}:{kind}" + ("" if kind in ("nvfp4", "mxfp4", "mxfp8") else f"@{text}"),
         {CODES: found[CODES], **found},
         {"block": (height, width), **more},
-        tuple(tensor for tensor in (*beside, *at_module) if tensor is not None and tensor.name not in own),
+        tuple(tensor for tensor in (*beside, *at_module) if tensor is not None),
     )

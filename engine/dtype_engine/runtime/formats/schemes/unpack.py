@@ -4,6 +4,7 @@ is a few operations on memory that the processor's cache holds: torch's own conv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -77,13 +78,14 @@ def write_words(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, A
         nibbles = (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)
         out.copy_(nibbles[:, :columns])
     else:
-        out.copy_(unpack_bits(codes, range(columns), bits, settings["dense"]).sub_(1 << (bits - 1)))
+        words, count = _groups(codes, bits) if settings["dense"] else (codes, 32 // bits)
+        out.copy_(_split(words, bits, count)[:, :columns].sub_(1 << (bits - 1)))
 
 
 def write_six_bits(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
     """Write floats of six bits, of which three bytes have four, the first in the lowest bits. `element`: their dtype's name."""
-    found = unpack_bits(codes.view(torch.int32), range(out.shape[1]), 6, dense=True)
-    out.copy_(_values_of(settings["element"])[found])
+    found = _split(_groups(codes, 6)[0], 6, 4)
+    out.copy_(_values_of(settings["element"]).index_select(0, found.flatten()).view(found.shape)[:, : out.shape[1]])
 
 
 def write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
@@ -93,14 +95,48 @@ def write_row_pairs(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[st
     rows[:, 1] = signed >> 4
 
 
+def write_row_words(codes: torch.Tensor, out: torch.Tensor, settings: Mapping[str, Any]) -> None:
+    """Write integers of 4 bits. An int32 word has one of each of eight rows, whose places from the lowest bits on are `order`.
+    `signed`: whether they are in two's complement.
+    """
+    rows = out.view(len(codes), 8, -1)
+    for place, row in enumerate(settings["order"]):
+        nibbles = (codes >> 4 * place).bitwise_and_(15)
+        rows[:, row] = nibbles.bitwise_xor_(8).sub_(8) if settings["signed"] else nibbles
+
+
 UNPACK: Mapping[str, Unpack] = {
     "plain": write_plain,
     "e2m1": write_e2m1,
     "words": write_words,
     "six bits": write_six_bits,
     "row pairs": write_row_pairs,
+    "row words": write_row_words,
 }
 """The function for each value of the setting `code`."""
+
+
+def _groups(codes: torch.Tensor, bits: int) -> tuple[torch.Tensor, int]:
+    """Join the bytes of codes that are packed without gaps: the fewest bytes with a whole number of codes to an integer.
+
+    Returns (integers [rows, groups], number of codes in each). For example, 3 bytes have 8 codes of 3 bits or 4 of 6 bits.
+    """
+    count = 8 // math.gcd(bits, 8)
+    width = bits * count // 8
+    raw = codes.view(torch.uint8)
+    if spare := raw.shape[1] % width:
+        raw = torch.nn.functional.pad(raw, (0, width - spare))
+    groups = raw.view(len(raw), -1, width).to(torch.int32 if width < 4 else torch.int64)
+    joined = groups[:, :, 0]
+    for place in range(1, width):
+        joined = joined | groups[:, :, place] << 8 * place
+    return joined, count
+
+
+def _split(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return `count` unsigned integers of `bits` bits from each integer [rows, words], lowest bits first: [rows, count * words]."""
+    shifts = torch.arange(count, dtype=words.dtype) * bits
+    return ((words[:, :, None] >> shifts).bitwise_and_((1 << bits) - 1)).flatten(1)
 
 
 def unpack_bits(words: torch.Tensor, indices: range, bits: int, dense: bool) -> torch.Tensor:
@@ -124,7 +160,7 @@ def scale_values(scale: torch.Tensor) -> torch.Tensor:
         powers = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
         return powers.masked_fill_(exponents == 255, torch.nan)
     if scale.dtype == torch.float8_e4m3fn:
-        out = torch.empty(scale.shape)
+        out = torch.empty(scale.shape, dtype=torch.float32)
         _write_e4m3(scale, out)
         return out
     return scale.to(torch.float32)
@@ -138,3 +174,15 @@ def rows_of_tiles(scale: torch.Tensor, rows: range, blocks: int) -> torch.Tensor
     tiles = scale.reshape(-1, across, 32, 4, 4)[top : -(-rows.stop // 128)]
     found = tiles.permute(0, 3, 2, 1, 4).reshape(-1, across * 4)
     return found[rows.start - top * 128 : rows.stop - top * 128, :blocks]
+
+
+def unrotate(values: torch.Tensor, columns: int) -> torch.Tensor:
+    """Multiply each group of `columns` columns of float32 values by ConvRot's Hadamard matrix, a Kronecker power of H = J / 2 - P,
+    where J is a 4 x 4 matrix of ones, and P reverses four values. It is its own inverse.
+    """
+    shape, apart = values.shape, 1
+    while apart < columns:
+        quads = values.reshape(-1, 4, apart)
+        values = quads.sum(1, keepdim=True).mul_(0.5) - quads.flip(1)
+        apart *= 4
+    return values.view(shape)
