@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.checkpoint.schemes.declared import declared
+from dtype_engine.checkpoint.schemes.configuration import declared
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
