@@ -18,7 +18,7 @@ from dtype_engine.core.units import human_count, percent, signed
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
-from dtype_tui.rendering.cells import drift_text, meter, name_cell, short_bytes, stacked, truncate
+from dtype_tui.rendering.cells import drift_share, drift_text, meter, name_cell, short_bytes, stacked, truncate
 from dtype_tui.rendering.palette import ACCENT, heat, pill, ramp
 from dtype_tui.widgets import cursor
 from dtype_tui.widgets.tree_columns import EDGE, Columns
@@ -278,9 +278,8 @@ def _add_drift(line: _Line, experiment: Experiment, row: Row, columns: Columns) 
     if columns.track and value == math.inf:
         line.fill(line.width + columns.track - 1)
     elif columns.track:
-        worst, best = experiment.results.sqnr_range
-        share = 1.0 if math.isnan(value) else (best - value) / (best - worst)
-        line.add_pieces(meter(max(0.0, min(1.0, share)), columns.track - 1, name))
+        share = drift_share(value, experiment.results.sqnr_range)
+        line.add_pieces(meter(share, columns.track - 1, name))
 
 
 def _add_comparison(line: _Line, experiment: Experiment, row: Row, columns: Columns) -> None:
