@@ -73,8 +73,8 @@ class Windows:
         recipe, the settings and the inputs are the same.
         """
         controller, last = self._controller, self._generation
-        if self._experiment.model.no_forward:
-            controller.notify(self._experiment.model.no_forward, "warning")
+        if why := self._experiment.model.no_forward or self._experiment.model.no_text:
+            controller.notify(why, "warning")
             return
         from dtype_tui.screens.generation import GenerationScreen
 

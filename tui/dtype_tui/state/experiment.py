@@ -51,6 +51,8 @@ class ModelFacts:
     """A summary of the inputs with which the model is called, or None until the engine has prepared them."""
     no_forward: str | None = None
     """Why the model can't run, or None if it can."""
+    no_text: str | None = None
+    """Why the model can't generate text, or None if it can or if this is not known yet."""
     live: bool = False
     """Whether the engine has opened the model, so that the model's modules exist in memory."""
     has_tree: bool = True
@@ -123,6 +125,7 @@ class Experiment:
             inputs=ready.inputs,
             device=device,
             no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
+            no_text=ready.no_text,
             live=True,
         )
         self._known.clear()  # the model's code or files may have changed
