@@ -30,6 +30,7 @@ from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
+from dtype_tui.state import engine_life
 from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -777,3 +778,46 @@ async def test_the_pane_of_a_measurement_that_was_stopped_does_not_read_as_if_it
         )
         assert "Stopped before the end: press m." in screen(app)
         assert "worst 30.00" in screen(app)
+
+
+async def test_a_model_that_generates_nothing_says_so_before_it_asks_for_a_prompt() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        why = "a Net does not generate text; open a model with a language model head or a captioner"
+        tree = app.controller.experiment.tree
+        await say(app, pilot, events.ModelReady(tree, "Net", "cpu", 1.0, "prompts", (), None, why), events.Idle())
+        await pilot.press("g")
+        assert notices(app) == [why]
+        assert len(app.screen_stack) == 1
+
+
+async def test_a_job_that_stops_late_takes_its_message_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        recipe = app.controller.experiment.recipe
+        await say(app, pilot, ready(app), events.Jobs("measure", ()))
+        await say(app, pilot, events.MeasuringProgress(recipe, "candidate", 1, 4))
+        app.controller.life.stop()
+        app.controller.life.check_stopped()
+        await pilot.pause()
+        assert "has not stopped" in screen(app)
+        await say(app, pilot, events.Idle())
+        assert "has not stopped" not in screen(app)
+
+
+@pytest.mark.parametrize("key", ["1", "8"])
+async def test_a_cast_that_changes_nothing_adds_no_rule(key: str) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press(key)
+        words = {"1": "float32", "8": "as stored"}[key]
+        assert notices(app) == [f"model.layers.3.mlp is {words} already"]
+        assert app.controller.experiment.recipe == Recipe()
+        await pilot.press("2", "home", "2", "down", "2")
+        assert [str(rule) for rule in app.controller.experiment.recipe.rules] == [
+            "model.layers.3.mlp=bfloat16",
+            "*=bfloat16",
+        ]
+        assert notices(app)[-1] == "model is bfloat16 already"

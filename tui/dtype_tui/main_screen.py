@@ -59,6 +59,11 @@ takes too long to draw a hundred windows over each other.
 """
 
 
+def message_text(sentence: str) -> str:
+    """Return a sentence as it is shown to the user, with keys in place of placeholders."""
+    return printable(with_keys(sentence), 500)
+
+
 class MainScreen(Screen[None]):
     """Shows the module tree, drift, memory and rules.
 
@@ -215,7 +220,7 @@ class MainScreen(Screen[None]):
 
     def say(self, text: str, severity: Severity) -> None:
         """Show a sentence until the user has read it."""
-        self.notify(printable(with_keys(text), 500), severity=severity, markup=False)
+        self.notify(message_text(text), severity=severity, markup=False)
 
     # -- events of the engine ------------------------------------------------------------------------------------
 

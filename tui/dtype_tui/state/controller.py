@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import History, Recipe, Rule, explain_no_match, make_plan
@@ -47,7 +48,8 @@ class Controller:
     """Controls one experiment and the engine that runs it.
 
     notify: a function that shows a sentence until the user has read it. changed: a function that redraws the screen. Every method
-    except `handle` calls `changed` after it has changed the state. read_only: whether no file may be read or written.
+    except `handle` calls `changed` after it has changed the state. read_only: whether no file may be read or written. withdraw: a
+    function that removes a sentence of `notify` which is true no longer.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Controller:
         notify: Callable[[str, Severity], None],
         changed: Callable[[], None],
         read_only: bool = False,
+        withdraw: Callable[[str], None] = ignore,
     ) -> None:
         self.experiment = experiment
         self.read_only = read_only
@@ -64,7 +67,7 @@ class Controller:
         self.engine = engine
         self.notify = notify
         self._changed = changed
-        self.life = EngineLife(engine, experiment.scan, notify, changed)
+        self.life = EngineLife(engine, experiment.scan, notify, changed, withdraw)
         self.activity = self.life.activity
         self.open_error: str | None = None
         """Why the model could not be opened, or None if it is open or still opening."""
