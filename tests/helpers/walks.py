@@ -77,7 +77,8 @@ IN_MAIN = (
         MAIN,
         at(MLP),
         (
-            *(Key(str(number), last_rule, f"{MLP}={dtype}") for number, dtype in enumerate(DIGITS, 1)),
+            # The weights are stored as float32, so 1 and 8 only do something after another cast.
+            *(Key(str(number), last_rule, f"{MLP}={DIGITS[number - 1]}") for number in (2, 1, 3, 4, 5, 6, 7, 8)),
             Key("u", last_rule, f"{MLP}=int8"),
             Key("ctrl+r", last_rule, f"{MLP}=stored"),
             Key("x", rules, []),

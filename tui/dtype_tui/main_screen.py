@@ -21,7 +21,6 @@ from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import CheckFiles, MeasureSpeed, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
@@ -298,7 +297,7 @@ class MainScreen(Screen[None]):
             self._draw_soon()
 
     def action_cast_node(self, dtype: str) -> None:
-        self.controller.add_rule(Rule.make(generalisations(self.tree_view.current.name)[0], dtype))
+        self.controller.cast_node(self.tree_view.current.name, dtype)
 
     def action_undo(self) -> None:
         self.controller.undo()

@@ -33,6 +33,7 @@ from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
+from dtype_tui.state.folds import patterns_for
 from dtype_tui.state.node_rules import not_kept_in_float32, reference_rule, rules_within
 
 if TYPE_CHECKING:
@@ -235,6 +236,19 @@ class Controller:
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
+
+    def cast_node(self, node: str, dtype: str) -> None:
+        """Cast everything at or below a node, which may be a fold. If all of it already has this dtype, say so and add no rule."""
+        experiment = self.experiment
+        rule = Rule.make(patterns_for(experiment.tree, node)[0], dtype)
+        is_known = not experiment.model.partial and not experiment.plan.pending_classes
+        if is_known and experiment.refusal(rule) is None:
+            after = make_plan(experiment.tree, experiment.rules.then(rule).recipe)
+            if after.dtypes == experiment.plan.dtypes:
+                has = "as stored" if dtype == dtypes.STORED else dtype
+                self.notify(f"{node or 'the model'} is {has} already", "information")
+                return
+        self.add_rule(rule)
 
     def _warn_unmatched(self) -> None:
         experiment, plan = self.experiment, self.experiment.plan
