@@ -68,7 +68,7 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree = tree_of(app)
         assert tree.current.name == ""
-        await pilot.press("j", "j", "j", "down")
+        await pilot.press("j", "j", "j", "down", "l", "j")
         assert tree.current.name == "model.layers.0"
         count = len(tree.rows)
         await pilot.press("l")
@@ -79,7 +79,7 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
         assert tree.current.name == "model.layers.0"
         await pilot.press("h")
         assert len(tree.rows) == count
-        await pilot.press("h")
+        await pilot.press("h", "h", "h")
         assert tree.current.name == "model.layers"
         await pilot.press("right_square_bracket")
         assert tree.current.name == "model.norm"
@@ -256,9 +256,11 @@ async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) ->
         await pilot.pause()
         assert all("down" in name for name in tree.matches)
         assert len(tree.matches) == 12
-        assert {row.name for row in tree.rows} >= {"", "model", "model.layers", "model.layers.5.mlp.down_proj.weight"}
-        assert not any("up_proj" in row.name for row in tree.rows)
+        assert [row.name for row in tree.rows] == ["", "model", "model.layers", "model.layers.{0..5}"]
+        assert "6 alike, 12 match" in screen(app)
         await pilot.press("enter", "n", "n")
+        assert {row.name for row in tree.rows} >= {"model.layers.{0..5}", "model.layers.5.mlp.down_proj.weight"}
+        assert not any("up_proj" in row.name for row in tree.rows)
         assert tree.has_focus
         first = tree.current.name
         await pilot.press("N")

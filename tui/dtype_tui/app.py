@@ -79,6 +79,7 @@ class DtypeApp(BaseApp[None]):
         )
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor, self._events.take)
+        self.main.tree_view.fold(launch.config.fold)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
         self.guide = TourGuide(self, self.main, self.controller, launch)

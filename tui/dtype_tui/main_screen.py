@@ -428,6 +428,12 @@ class MainScreen(Screen[None]):
     def action_next_order(self) -> None:
         self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
+    def action_fold(self) -> None:
+        """Fold neighbours that are alike, or show each of them."""
+        self.tree_view.fold(not self.tree_view.folds)
+        words = "neighbours that are alike share a row" if self.tree_view.folds else "every layer has a row of its own"
+        self.say(words, "information")
+
     def action_next_pane(self) -> None:
         """Go from the tree to the first pane, and from each pane to the next. If there is room for only one pane, show the next."""
         side = self.side

@@ -42,6 +42,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("N", "match(-1)", "Previous match", show=False),
         Binding("colon", "command", "Command line"),
         Binding("z", "next_order", "Change the order of children: the model's, by bytes, by drift"),
+        Binding("F", "fold", "Fold neighbours that are alike, or show each of them"),
         Binding("y", "copy_name", "Copy the node's name"),
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),
         Binding("enter", "details", "Details of the node"),

@@ -19,6 +19,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ("parent", ("parent",)),
             ("previous, next cast node", ("next-cast-previous", "next-cast-next")),
             ("open, close all below", ("expand-all", "collapse-all")),
+            ("fold alike layers, or not", ("fold",)),
             ("details of the node", ("details",)),
             ("values of a tensor", ("values",)),
             ("next pane", ("next-pane",)),

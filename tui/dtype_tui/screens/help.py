@@ -199,7 +199,7 @@ def keys_for_node(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
     found = [("details", "details"), ("cast", "cast by a pattern"), ("copy-name", "copy its name")]
     if row.tensor is not None:
         found.append(("values", "its values"))
-    elif row.module.children or row.module.tensors:
+    elif row.can_open:
         found.append(("open-or-close", "open or close"))
     if rules_within(experiment.tree, experiment.plan, row.name)[0]:
         found.append(("drop-rules", "drop its rules"))
