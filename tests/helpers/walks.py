@@ -90,6 +90,10 @@ IN_MAIN = (
         (
             Key("w", cursor, "model.layers.5.mlp.down_proj"),
             Key("z", lambda app: app.query_one(ModuleTree).order, "bytes"),
+            Key("F", lambda app: app.query_one(ModuleTree).folds, False),
+            press("F"),
+            Key("semicolon", top, "JumpScreen"),
+            back,
             Key("y", lambda app: app.clipboard, "model.layers.5.mlp.down_proj"),
             Key(
                 "Y",
@@ -209,6 +213,11 @@ OTHER_PLACES = (
             Key("right_curly_bracket", cursor, "model.layers.4"),
             Key("left_curly_bracket", cursor, "model.layers.2.mlp"),
         ),
+    ),
+    Walk(
+        "At the labels",
+        after(at("model.layers.3"), "semicolon"),
+        (Key("escape", top, "MainScreen"),),
     ),
     Walk(
         "In a pane",

@@ -38,6 +38,7 @@ from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.header import header_line
 from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.depth import DepthPane
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.panes.trade_off import TradeOffPane
@@ -444,6 +445,30 @@ class MainScreen(Screen[None]):
             self.call_after_refresh(self._show_panes)
         else:
             self.set_focus((side.after(focused) or self.tree_view) if focused is not None else side.panes[0])
+
+    def action_jump(self) -> None:
+        """Put labels on the panes and the rows of the tree. The user types one to go there."""
+        others = [pane for pane in (self.depth, self.trade_off) if pane.region]
+        panes = [*self.side.places(), *((pane, pane.region.offset) for pane in others)]
+        rows = list(self.tree_view.rows_on_screen()) if self.tree_view.region else []
+
+        def go(index: int | None) -> None:
+            if index is None:
+                return
+            if index < len(panes):
+                self._go_to_pane(panes[index][0])
+            else:
+                self.set_focus(self.tree_view)
+                self.tree_view.go_to_row(rows[index - len(panes)][0])
+
+        if panes or rows:
+            self._windows.jump([place for _, place in (*panes, *rows)], go)
+
+    def _go_to_pane(self, pane: Pane) -> None:
+        if pane in self.side.panes:
+            self.side.activate(pane)
+        self.set_focus(pane)
+        self.call_after_refresh(self._show_panes)
 
     def action_rules(self) -> None:
         """Go to the rules, to the one that decides the node under the cursor."""

@@ -46,6 +46,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("y", "copy_name", "Copy the node's name"),
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),
         Binding("enter", "details", "Details of the node"),
+        Binding("semicolon", "jump", "Jump: type the label of a row or a pane to go there"),
         Binding("plus", "zoom", "Zoom: show a pane alone, or everything again"),
         Binding("escape", "stop", "Stop the engine's jobs"),
         Binding("J", "jobs", "Jobs: list the running and waiting jobs, or stop one"),

@@ -23,6 +23,7 @@ GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
             ("details of the node", ("details",)),
             ("values of a tensor", ("values",)),
             ("next pane", ("next-pane",)),
+            ("jump to a label", ("jump",)),
             ("a pane alone, and back", ("zoom",)),
             ("order: model, bytes, drift", ("next-order",)),
         ),

@@ -25,6 +25,7 @@ from dtype_tui.screens.generation import GenerationScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.screens.jobs import JobsScreen
+from dtype_tui.screens.jump import JumpScreen
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.presets import PresetsScreen
@@ -164,6 +165,7 @@ def sections(
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
         ("In the tree", ModuleTree.BINDINGS),
+        ("At the labels", JumpScreen.BINDINGS),
         ("In a pane", Pane.BINDINGS),
         ("In the Recipe pane", RecipePane.BINDINGS),
         ("In the cast prompt", CastPrompt.BINDINGS),

@@ -15,7 +15,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
-from textual.geometry import Region, Size
+from textual.geometry import Offset, Region, Size
 from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -267,6 +267,10 @@ class ModuleTree(ScrollView, can_focus=True):
             self.refresh_changed()  # the measurement may now split the fold
         self.post_message(self.Moved(self.current.name))
 
+    def go_to_row(self, row: Row) -> None:
+        """Put the cursor on the row of this node, if it is still shown."""
+        self.move_to(next((index for index, each in enumerate(self.rows) if each.name == row.name), self.cursor))
+
     def go_to(self, name: str) -> bool:
         """Put the cursor on the node or fold with this name, and open the nodes and folds above it. Returns False if there is no
         such node.
@@ -281,6 +285,12 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
         self.move_to(self._index_of(name))
         return True
+
+    def rows_on_screen(self) -> Iterator[tuple[Row, Offset]]:
+        """Yield each row that is visible, with the place on the screen where it begins."""
+        top = self.scroll_offset.y
+        for line, row in enumerate(self.rows[top : top + self.size.height - 1], 1):
+            yield row, self.region.offset + Offset(0, line)
 
     def _paint(self, index: int) -> None:
         line = index - self.scroll_offset.y + 1
