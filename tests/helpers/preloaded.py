@@ -1,5 +1,5 @@
 """Python programs that need torch, each in a process of its own, forked from one that has imported it: an interpreter takes five
-seconds to get there.
+seconds to get there. So are the servers from which `multiprocessing` forks the workers of such programs, and its other helpers.
 
 To signals, limits and its end such a process is one like any other. What is imported when is no test for it.
 """
@@ -57,7 +57,7 @@ from dtype_engine.cli import main; main()
 _FOLDER = "DTYPE_TUI_PRELOADED"
 """The variable with the folder of those that have one such process together."""
 
-# Each connection asks for one program: code, and its three streams. It is answered with two lines, the program's number and its
+# Each connection asks for one program: code, and its open files, by number; without numbers, its three streams. It is answered with two lines, the program's number and its
 # exit status; where the connection ends first, whoever asked is gone, and the program is killed.
 #
 # A program ends by `os._exit` once all is done that is to be done at an end: taking apart what was imported writes to all of its
@@ -75,7 +75,7 @@ def end():
         os._exit(status)
 atexit.register(end)  # the first that is registered is the last that is called
 
-import gc, json, select, signal, socket, threading
+import fcntl, gc, json, multiprocessing.forkserver, select, signal, socket, threading
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import dtype_tui.app, hypothesis, torch, transformers
@@ -83,6 +83,7 @@ from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 
 hypothesis.find(hypothesis.strategies.none(), lambda _: True)  # the first example waits until all modules' constants are read
 
+multiprocessing.set_executable(sys.argv[2])
 gc.freeze()  # a child that ends would go through all of it, and copy its memory
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1])
@@ -97,7 +98,7 @@ while True:
         break
     asking.close()
 listening.close()
-request, streams, *_ = socket.recv_fds(asking, 1 << 16, 3)
+request, streams, *_ = socket.recv_fds(asking, 1 << 16, 64)
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 child = os.fork()
 if child:
@@ -117,10 +118,13 @@ if child:
     finally:
         os._exit(0)
 asking.close()
-for number, stream in enumerate(streams):
+asked = json.loads(request)
+kept = [fcntl.fcntl(stream, fcntl.F_DUPFD, 200) for stream in streams]  # out of the way of the numbers that they get
+for stream in streams:
+    os.close(stream)
+for number, stream in zip(asked.get("numbers", (0, 1, 2)), kept):
     os.dup2(stream, number)
     os.close(stream)
-asked = json.loads(request)
 os.chdir(asked["folder"])
 os.environ.clear()
 os.environ.update(asked["environment"])
@@ -139,11 +143,17 @@ except Exception:
 # Runs in place of a program, and ends as it does: by the same signal, say.
 _RELAY = """
 import json, os, signal, socket, sys
+def known(number):
+    try:
+        return os.fstat(number)
+    except OSError:
+        return False  # it was that of the list itself
 asked = socket.socket(socket.AF_UNIX)
 asked.connect(sys.argv[1])
-request = dict(code=sys.argv[2], arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ))
-socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
-for number in (0, 1, 2):
+numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number != asked.fileno() and known(number)]
+request = dict(code=sys.argv[2], arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ), numbers=numbers)
+socket.send_fds(asked, [json.dumps(request).encode()], numbers)
+for number in numbers:
     os.close(number)
 with asked.makefile() as answers:
     answers.readline()
@@ -250,8 +260,14 @@ def _server() -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several at once, one starts it
         if not (folder / "asked").exists():
             with open(folder / "alive") as alive:
+                # What multiprocessing starts in place of Python: the last argument is the code that it wants run.
+                (folder / "python").write_text(
+                    f"#!/bin/sh\nfor code; do :; done\n"
+                    f'exec {shlex.join([sys.executable, "-S", "-E", "-c", _RELAY, str(folder / "asked")])} "$code"\n'
+                )
+                (folder / "python").chmod(0o755)
                 server = subprocess.Popen(
-                    [sys.executable, "-c", _SERVER, str(folder / "asked")],
+                    [sys.executable, "-c", _SERVER, str(folder / "asked"), str(folder / "python")],
                     stdin=alive,
                     stdout=subprocess.PIPE,
                     process_group=0,
