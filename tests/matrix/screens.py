@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.helpers import preloaded
+from tests.helpers import preloaded, unseen_frames
 from textual.events import Paste
 from textual.pilot import Pilot
 
@@ -25,6 +25,7 @@ from . import outside
 from .commands import BF16, Cell, Refused, check_export, human, known_findings, near, where
 from .forms import Made, distinct, entered
 
+unseen_frames.leave_out()
 SIZE = (120, 36)
 _PATIENCE_S = 90.0
 
