@@ -57,8 +57,9 @@ from dtype_engine.cli import main; main()
 _FOLDER = "DTYPE_TUI_PRELOADED"
 """The variable with the folder of those that have one such process together."""
 
-# Each connection asks for one program: code, and its open files, by number; without numbers, its three streams. It is answered with two lines, the program's number and its
-# exit status; where the connection ends first, whoever asked is gone, and the program is killed.
+# Each connection asks for one program: code, and its open files, by number; without numbers, its three streams. It is answered
+# with two lines, the program's number and its exit status; where the connection ends first, whoever asked is gone, and the program
+# is killed.
 #
 # A program ends by `os._exit` once all is done that is to be done at an end: taking apart what was imported writes to all of its
 # memory, which is copied for that, and takes a third of a second. Coverage saves its figures after that.

@@ -1,6 +1,7 @@
-"""Textual's headless driver writes nothing, and yet Textual renders each frame for it, which is a third of the time of a test of the
-app. Here a frame is rendered when somebody looks at it: a test that reads the screen, and, so that no fault of drawing passes
-unseen, each screen before another takes its place and before the app ends.
+"""Frames of an app under test are rendered when a test looks at them.
+
+Textual's headless driver writes nothing, and yet Textual renders each frame for it, which is a third of the time of such a test.
+So that no fault of drawing passes unseen, each screen is rendered before another takes its place, and before the app ends.
 """
 
 from __future__ import annotations
