@@ -119,6 +119,7 @@ def test_an_unknown_preset_gets_the_nearest() -> None:
         preset("all-bf61")
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(name for name in MOE.modules if name))))
 def test_patterns_that_cover_modules_take_nothing_else(modules: set[str]) -> None:
     ordered = [name for name in MOE.modules if name in modules]

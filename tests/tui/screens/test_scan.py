@@ -67,6 +67,7 @@ async def test_s_asks_for_dtypes_and_scans() -> None:
         assert app.controller.activity.what == "scan"
 
 
+@pytest.mark.slow
 async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
     app = make_app()
     async with running(app) as pilot:
@@ -267,6 +268,7 @@ async def test_the_front_of_a_scan_that_was_stopped_says_so() -> None:
         assert "from a stopped scan (24 %)" in screen(app)
 
 
+@pytest.mark.slow
 async def test_limits_are_typed_and_respected() -> None:
     app = make_app()
     async with running(app) as pilot:

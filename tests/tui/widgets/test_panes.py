@@ -139,6 +139,7 @@ async def test_tab_goes_through_the_panes_and_back_to_the_tree() -> None:
         assert seen == ["drift", "memory", "recipe", "tree"]
 
 
+@pytest.mark.slow
 async def test_rules_are_changed_in_their_pane_and_undo_brings_all_back() -> None:
     app = make_app()
     async with running(app) as pilot:
