@@ -214,6 +214,10 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(net: Path, 
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
+        # A measurement that is under way would go on over all inputs, and keep the figures that it has.
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
         for key in WINDOWS if way == "thread" else WINDOWS[:2]:  # which window it is makes no difference to an engine
             slow(net)
             await pilot.press("m")
