@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -72,7 +73,8 @@ async def until(pilot: Pilot[None], condition: Callable[[], object], what: str) 
     end = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < end, f"{what}:\n{shown(app)}"
-        await pilot.pause(0.05)
+        await asyncio.sleep(0.05)  # what `pilot.pause` does besides is a message to each widget
+    await pilot.pause(0)
 
 
 @asynccontextmanager
