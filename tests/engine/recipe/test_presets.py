@@ -207,6 +207,7 @@ FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
 """A file keeps that name for the values that casts lose."""
 
 
+@pytest.mark.slow
 @given(st.none() | SETTINGS, st.none() | SPEAKABLE, st.dictionaries(FIGURE_NAMES, FIGURES, max_size=4))
 def test_recipe_files_keep_settings_and_figures(
     tmp_path_factory: pytest.TempPathFactory, settings: RunSettings | None, model: str | None, measured: dict[str, Any]

@@ -47,6 +47,7 @@ def everything(items: list[Item]) -> list[tuple[int, float]]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=6), st.integers(0, 320))
 def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, float]]], budget: int) -> None:

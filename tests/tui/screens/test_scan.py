@@ -111,6 +111,7 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
         assert f"{whole:.1e}" in lines[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
     app = make_app()
@@ -201,7 +202,8 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
         assert "predicted" not in screen(app)
 
 
-@pytest.mark.parametrize("size", [pytest.param((120, 36), marks=pytest.mark.slow), (80, 24)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
