@@ -62,7 +62,8 @@ _FOLDER = "DTYPE_TUI_PRELOADED"
 # is killed.
 #
 # A program ends by `os._exit` once all is done that is to be done at an end: taking apart what was imported writes to all of its
-# memory, which is copied for that, and takes a third of a second. Coverage saves its figures after that.
+# memory, which is copied for that, and takes a third of a second. Coverage saves its figures after that. What the imports want done
+# at an end, mostly torch's libraries of operators, takes as long as two forks, and is forgotten.
 _SERVER = """
 import atexit, os, sys
 status = None
@@ -76,7 +77,7 @@ def end():
         os._exit(status)
 atexit.register(end)  # the first that is registered is the last that is called
 
-import fcntl, gc, json, multiprocessing.forkserver, select, signal, socket, threading
+import contextlib, fcntl, gc, json, multiprocessing.forkserver, select, signal, socket, weakref
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import dtype_tui.app, hypothesis, torch, transformers
@@ -85,40 +86,44 @@ from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 hypothesis.find(hypothesis.strategies.none(), lambda _: True)  # the first example waits until all modules' constants are read
 
 multiprocessing.set_executable(sys.argv[2])
+weakref.finalize._registry.clear()
 gc.freeze()  # a child that ends would go through all of it, and copy its memory
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1])
 listening.listen()
 print(flush=True)
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while True:
-    if sys.stdin in select.select([listening, sys.stdin], [], [])[0]:
-        sys.exit()  # the tests are over
-    asking, _ = listening.accept()
-    if os.fork() == 0:
-        break
-    asking.close()
+running = {}  # the program of each connection: its number, and what can be read from once it has ended
+child = None
+while child != 0:
+    ready = select.select([listening, sys.stdin, *running, *(ended for _, ended in running.values())], [], [])[0]
+    if sys.stdin in ready:  # the tests are over
+        for child, _ in running.values():
+            os.kill(child, signal.SIGKILL)
+        sys.exit()
+    for asking, (child, ended) in list(running.items()):
+        if ended in ready:
+            with contextlib.suppress(OSError):
+                asking.send(b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            os.close(ended)
+            asking.close()
+            del running[asking]
+        elif asking in ready:
+            os.kill(child, signal.SIGKILL)
+    if listening in ready:
+        asking, _ = listening.accept()
+        request, streams, *_ = socket.recv_fds(asking, 1 << 16, 64)
+        child = os.fork()
+        if child:
+            for stream in streams:
+                os.close(stream)
+            running[asking] = child, os.pidfd_open(child)
+            with contextlib.suppress(OSError):
+                asking.send(b"%d\\n" % child)
+for asked, ended in [(asking, None), *((asked, ended) for asked, (_, ended) in running.items())]:
+    asked.close()
+    if ended is not None:
+        os.close(ended)
 listening.close()
-request, streams, *_ = socket.recv_fds(asking, 1 << 16, 64)
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-child = os.fork()
-if child:
-    for stream in streams:
-        os.close(stream)
-    asking.send(b"%d\\n" % child)
-    def watch():
-        if not asking.recv(1):
-            try:
-                os.kill(child, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has just ended
-    threading.Thread(target=watch, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        asking.send(b"%d\\n" % status)
-    finally:
-        os._exit(0)
-asking.close()
 asked = json.loads(request)
 kept = [fcntl.fcntl(stream, fcntl.F_DUPFD, 200) for stream in streams]  # out of the way of the numbers that they get
 for stream in streams:
