@@ -81,11 +81,11 @@ $(VENV)/bin/python:
 
 # The constraints hold the exact versions that the tests ran with, torch's among them.
 $(VENV)/.runs: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e .
 	@touch $@
 
 $(VENV)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.runs
 
 # uv is what can take the lowest versions; it looks for the oldest Python on PATH, and fetches it where there is none.

@@ -1,5 +1,5 @@
 """Python programs that need torch, each in a process of its own, forked from one that has imported it: an interpreter takes five
-seconds to get there.
+seconds to get there. So are the servers from which `multiprocessing` forks the workers of such programs, and its other helpers.
 
 To signals, limits and its end such a process is one like any other. What is imported when is no test for it.
 """
@@ -57,11 +57,13 @@ from dtype_engine.cli import main; main()
 _FOLDER = "DTYPE_TUI_PRELOADED"
 """The variable with the folder of those that have one such process together."""
 
-# Each connection asks for one program: code, and its three streams. It is answered with two lines, the program's number and its
-# exit status; where the connection ends first, whoever asked is gone, and the program is killed.
+# Each connection asks for one program: code, and its open files, by number; without numbers, its three streams. It is answered
+# with two lines, the program's number and its exit status; where the connection ends first, whoever asked is gone, and the program
+# is killed.
 #
 # A program ends by `os._exit` once all is done that is to be done at an end: taking apart what was imported writes to all of its
-# memory, which is copied for that, and takes a third of a second. Coverage saves its figures after that.
+# memory, which is copied for that, and takes a third of a second. Coverage saves its figures after that. What the imports want done
+# at an end, mostly torch's libraries of operators, takes as long as two forks, and is forgotten.
 _SERVER = """
 import atexit, os, sys
 status = None
@@ -75,7 +77,7 @@ def end():
         os._exit(status)
 atexit.register(end)  # the first that is registered is the last that is called
 
-import gc, json, select, signal, socket, threading
+import contextlib, fcntl, gc, json, multiprocessing.forkserver, select, signal, socket, weakref
 import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import dtype_tui.app, hypothesis, torch, transformers
@@ -83,44 +85,52 @@ from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 
 hypothesis.find(hypothesis.strategies.none(), lambda _: True)  # the first example waits until all modules' constants are read
 
+multiprocessing.set_executable(sys.argv[2])
+weakref.finalize._registry.clear()
 gc.freeze()  # a child that ends would go through all of it, and copy its memory
 listening = socket.socket(socket.AF_UNIX)
 listening.bind(sys.argv[1])
 listening.listen()
 print(flush=True)
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-while True:
-    if sys.stdin in select.select([listening, sys.stdin], [], [])[0]:
-        sys.exit()  # the tests are over
-    asking, _ = listening.accept()
-    if os.fork() == 0:
-        break
-    asking.close()
+running = {}  # the program of each connection: its number, and what can be read from once it has ended
+child = None
+while child != 0:
+    ready = select.select([listening, sys.stdin, *running, *(ended for _, ended in running.values())], [], [])[0]
+    if sys.stdin in ready:  # the tests are over
+        for child, _ in running.values():
+            os.kill(child, signal.SIGKILL)
+        sys.exit()
+    for asking, (child, ended) in list(running.items()):
+        if ended in ready:
+            with contextlib.suppress(OSError):
+                asking.send(b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+            os.close(ended)
+            asking.close()
+            del running[asking]
+        elif asking in ready:
+            os.kill(child, signal.SIGKILL)
+    if listening in ready:
+        asking, _ = listening.accept()
+        request, streams, *_ = socket.recv_fds(asking, 1 << 16, 64)
+        child = os.fork()
+        if child:
+            for stream in streams:
+                os.close(stream)
+            running[asking] = child, os.pidfd_open(child)
+            with contextlib.suppress(OSError):
+                asking.send(b"%d\\n" % child)
+for asked, ended in [(asking, None), *((asked, ended) for asked, (_, ended) in running.items())]:
+    asked.close()
+    if ended is not None:
+        os.close(ended)
 listening.close()
-request, streams, *_ = socket.recv_fds(asking, 1 << 16, 3)
-signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-child = os.fork()
-if child:
-    for stream in streams:
-        os.close(stream)
-    asking.send(b"%d\\n" % child)
-    def watch():
-        if not asking.recv(1):
-            try:
-                os.kill(child, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it has just ended
-    threading.Thread(target=watch, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    try:
-        asking.send(b"%d\\n" % status)
-    finally:
-        os._exit(0)
-asking.close()
-for number, stream in enumerate(streams):
+asked = json.loads(request)
+kept = [fcntl.fcntl(stream, fcntl.F_DUPFD, 200) for stream in streams]  # out of the way of the numbers that they get
+for stream in streams:
+    os.close(stream)
+for number, stream in zip(asked.get("numbers", (0, 1, 2)), kept):
     os.dup2(stream, number)
     os.close(stream)
-asked = json.loads(request)
 os.chdir(asked["folder"])
 os.environ.clear()
 os.environ.update(asked["environment"])
@@ -139,11 +149,17 @@ except Exception:
 # Runs in place of a program, and ends as it does: by the same signal, say.
 _RELAY = """
 import json, os, signal, socket, sys
+def known(number):
+    try:
+        return os.fstat(number)
+    except OSError:
+        return False  # it was that of the list itself
 asked = socket.socket(socket.AF_UNIX)
 asked.connect(sys.argv[1])
-request = dict(code=sys.argv[2], arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ))
-socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
-for number in (0, 1, 2):
+numbers = [number for number in map(int, os.listdir("/proc/self/fd")) if number != asked.fileno() and known(number)]
+request = dict(code=sys.argv[2], arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ), numbers=numbers)
+socket.send_fds(asked, [json.dumps(request).encode()], numbers)
+for number in numbers:
     os.close(number)
 with asked.makefile() as answers:
     answers.readline()
@@ -250,8 +266,14 @@ def _server() -> str:
         fcntl.flock(lock, fcntl.LOCK_EX)  # of several at once, one starts it
         if not (folder / "asked").exists():
             with open(folder / "alive") as alive:
+                # What multiprocessing starts in place of Python: the last argument is the code that it wants run.
+                (folder / "python").write_text(
+                    f"#!/bin/sh\nfor code; do :; done\n"
+                    f'exec {shlex.join([sys.executable, "-S", "-E", "-c", _RELAY, str(folder / "asked")])} "$code"\n'
+                )
+                (folder / "python").chmod(0o755)
                 server = subprocess.Popen(
-                    [sys.executable, "-c", _SERVER, str(folder / "asked")],
+                    [sys.executable, "-c", _SERVER, str(folder / "asked"), str(folder / "python")],
                     stdin=alive,
                     stdout=subprocess.PIPE,
                     process_group=0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -57,5 +58,5 @@ async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: flo
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, screen(pilot.app)
-        await pilot.pause(0.05)
+        await asyncio.sleep(0.05)  # what `pilot.pause` does besides is a message to each widget
     await pilot.pause(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.helpers import preloaded
+from tests.helpers import preloaded, unseen_frames
 from textual.events import Paste
 from textual.pilot import Pilot
 
@@ -25,6 +26,7 @@ from . import outside
 from .commands import BF16, Cell, Refused, check_export, human, known_findings, near, where
 from .forms import Made, distinct, entered
 
+unseen_frames.leave_out()
 SIZE = (120, 36)
 _PATIENCE_S = 90.0
 
@@ -71,7 +73,8 @@ async def until(pilot: Pilot[None], condition: Callable[[], object], what: str) 
     end = time.monotonic() + _PATIENCE_S
     while not condition():
         assert time.monotonic() < end, f"{what}:\n{shown(app)}"
-        await pilot.pause(0.05)
+        await asyncio.sleep(0.05)  # what `pilot.pause` does besides is a message to each widget
+    await pilot.pause(0)
 
 
 @asynccontextmanager

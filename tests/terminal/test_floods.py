@@ -25,7 +25,7 @@ def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None
         terminal.wait_for(r"\A +flood", 60)
         app = psutil.Process(terminal.pid)
         (engine,) = app.children()
-        for _ in range(3):
+        for _ in range(2):
             terminal.press("?")
             terminal.wait_for("Here: flood", 30)
             terminal.press("\x1b")

@@ -211,7 +211,7 @@ finally:
         assert "torch is there: False" in opened.raw.decode()
     finally:
         opened.close()
-    opened = Terminal("--cast", "type:LlamaMLP=bf16")
+    opened = Terminal("--cast", "type:LlamaMLP=bf16", forked=True)
     try:
         opened.wait_for("6 modules|12 tensors|bf16")
         opened.wait_for("perplexity")

@@ -1,4 +1,6 @@
-"""Each test runs an app of its own in the same process, and what it left is garbage afterwards."""
+"""Each test runs an app of its own in the same process, and what it left is garbage afterwards. Frames are rendered when a test
+looks at them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,9 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from tests.helpers import unseen_frames
+
+unseen_frames.leave_out()
 
 
 @pytest.fixture(autouse=True)

@@ -201,6 +201,7 @@ async def test_every_command_with_words_does_something() -> None:
             assert look(app) == seen, (line, notices(app))
 
 
+@pytest.mark.slow
 async def test_what_the_palette_has_beside_the_keys_works() -> None:
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:

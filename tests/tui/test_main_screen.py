@@ -581,7 +581,7 @@ def generation(reference: str, candidate: str, same: int) -> Generation:
     return Generation("import os\n", *(Written(tuple(map(ord, text)), text, 0.5) for text in pieces))
 
 
-@pytest.mark.parametrize("size", [WIDE, SMALL])
+@pytest.mark.parametrize("size", [WIDE, pytest.param(SMALL, marks=pytest.mark.slow)])
 async def test_generated_text_stands_side_by_side_with_the_first_difference_marked(
     app: DtypeApp, size: tuple[int, int]
 ) -> None:

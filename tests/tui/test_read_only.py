@@ -104,6 +104,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
     await pilot.pause()
 
 
+@pytest.mark.slow
 async def test_each_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its key, from the command line and from the picture of the screen; nothing reaches the engine or the disk."""
     monkeypatch.chdir(tmp_path)

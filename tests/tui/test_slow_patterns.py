@@ -15,6 +15,7 @@ SLOW = "re:" + "(.*?)*?" * 6 + "[YZ]"
 """With `re`, one name of the demo takes longer than anybody waits."""
 
 
+@pytest.mark.slow
 async def test_it_is_said_while_it_is_typed_and_the_keys_go_on() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

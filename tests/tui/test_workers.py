@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -41,7 +42,7 @@ def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that is as slow as a file says, and inputs of six sequences; scans are kept below the same folder."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     path = tmp_path / "net.py"
-    path.write_text(CODE)
+    path.write_text(f"import os\n{CODE}\nPath(__file__).with_name(f'process.{{os.getpid()}}').touch()\n")
     inputs = torch.randn(SEQUENCES, 4, 64, generator=torch.Generator().manual_seed(1))
     torch.save([{"x": row} for row in inputs], tmp_path / "inputs.pt")
     slow(path, 0)
@@ -63,6 +64,7 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
     experiment = app.controller.experiment
     scan = experiment.scan
     async with opened(app) as pilot:
+        others = processes_of(net)
         slow(net, 0.05)
         await pilot.press("s", "enter")
         await until(pilot, lambda: re.search(rf"scan: 2 workers, 0 of {SEQUENCES}", screen(app)))
@@ -81,8 +83,8 @@ async def test_a_scan_over_workers_is_stopped_or_killed_goes_on_and_is_that_of_o
         await pilot.press("s")
         await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))
         await pilot.press("escape")  # the window with the scores so far
-        await until(pilot, lambda: len(workers_of(net)) == 2, 120)
-        workers = workers_of(net)
+        await until(pilot, lambda: len(processes_of(net) - others) == 2, 120)
+        workers = processes_of(net) - others
         engine = app.controller.engine
         assert isinstance(engine, EngineProcess)
         assert engine.process_id is not None
@@ -163,15 +165,12 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         assert "all are already measured on these inputs" in notices(app)[-1]
 
 
-def workers_of(net: Path) -> list[psutil.Process]:
-    return [process for process in psutil.process_iter() if _is_worker(process, net)]
-
-
-def _is_worker(process: psutil.Process, net: Path) -> bool:
-    """One that has this model's folder for its state."""
-    try:
-        server = process.parent()
-        forked = server is not None and "multiprocessing.forkserver" in " ".join(server.cmdline())
-        return forked and process.environ().get("XDG_STATE_HOME") == str(net.with_name("state"))
-    except psutil.Error:
-        return False
+def processes_of(net: Path) -> set[psutil.Process]:
+    """Those that have imported the model's code, and run."""
+    found = set()
+    for path in net.parent.glob("process.*"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(path.suffix[1:]))
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.add(process)
+    return found

@@ -119,6 +119,7 @@ def test_an_unknown_preset_gets_the_nearest() -> None:
         preset("all-bf61")
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(name for name in MOE.modules if name))))
 def test_patterns_that_cover_modules_take_nothing_else(modules: set[str]) -> None:
     ordered = [name for name in MOE.modules if name in modules]
@@ -206,6 +207,7 @@ FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
 """A file keeps that name for the values that casts lose."""
 
 
+@pytest.mark.slow
 @given(st.none() | SETTINGS, st.none() | SPEAKABLE, st.dictionaries(FIGURE_NAMES, FIGURES, max_size=4))
 def test_recipe_files_keep_settings_and_figures(
     tmp_path_factory: pytest.TempPathFactory, settings: RunSettings | None, model: str | None, measured: dict[str, Any]

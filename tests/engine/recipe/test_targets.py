@@ -476,6 +476,7 @@ NAMES = st.lists(st.sampled_from(["a", "b", "c", "0", "1", "2", "10", "a+b", "[x
 UNIVERSES = st.sets(NAMES.map(".".join), min_size=1, max_size=30)
 
 
+@pytest.mark.slow
 @given(UNIVERSES, st.data())
 def test_compressed_patterns_take_exactly_what_was_wanted(universe: set[str], data: st.DataObject) -> None:
     wanted = data.draw(st.sets(st.sampled_from(sorted(universe))))

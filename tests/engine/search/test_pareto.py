@@ -47,6 +47,7 @@ def everything(items: list[Item]) -> list[tuple[int, float]]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=6), st.integers(0, 320))
 def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, float]]], budget: int) -> None:
@@ -59,6 +60,7 @@ def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, floa
         assert found.score == pytest.approx(best, rel=1e-9, abs=1e-300)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(CHOICES, min_size=1, max_size=6), st.floats(1e-9, 3e3))
 def test_a_limit_on_drift_is_met_as_small_as_can_be(table: list[list[tuple[int, float]]], most: float) -> None:

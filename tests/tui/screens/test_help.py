@@ -36,6 +36,7 @@ async def test_every_key_of_the_main_screen_is_on_so_many_pages(size: tuple[int,
         assert app.screen.query_one(VerticalScroll).max_scroll_y > 0, "windows and words come below"
 
 
+@pytest.mark.slow
 async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
     app = make_app()
     async with running(app) as pilot:

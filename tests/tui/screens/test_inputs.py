@@ -58,9 +58,8 @@ async def test_every_call_is_a_row_with_what_it_was_made_of(size: tuple[int, int
         assert app.screen.query_one(Input).has_focus
 
 
-@pytest.mark.parametrize(
-    "size", [pytest.param((120, 36), marks=pytest.mark.slow), pytest.param((80, 24), marks=pytest.mark.slow), (60, 15)]
-)
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
+@pytest.mark.slow
 async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[int, int]) -> None:
     many = InputsSummary("many", ("text: yours",), None, (PICTURE,) * (MOST_ROWS + 5))
     async with opened(size, many) as (app, pilot):

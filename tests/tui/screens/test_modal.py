@@ -64,6 +64,7 @@ async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
                 await pilot.press("escape")
 
 
+@pytest.mark.slow
 async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() -> None:
     """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
     app = make_app()

@@ -67,6 +67,7 @@ async def test_s_asks_for_dtypes_and_scans() -> None:
         assert app.controller.activity.what == "scan"
 
 
+@pytest.mark.slow
 async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
     app = make_app()
     async with running(app) as pilot:
@@ -110,6 +111,7 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
         assert f"{whole:.1e}" in lines[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
     app = make_app()
@@ -200,7 +202,8 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
         assert "predicted" not in screen(app)
 
 
-@pytest.mark.parametrize("size", [pytest.param((120, 36), marks=pytest.mark.slow), (80, 24)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
 async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
@@ -267,6 +270,7 @@ async def test_the_front_of_a_scan_that_was_stopped_says_so() -> None:
         assert "from a stopped scan (24 %)" in screen(app)
 
 
+@pytest.mark.slow
 async def test_limits_are_typed_and_respected() -> None:
     app = make_app()
     async with running(app) as pilot:

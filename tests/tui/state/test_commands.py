@@ -179,6 +179,7 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
         ]
 
 
+@pytest.mark.slow
 async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("mine")
@@ -314,6 +315,7 @@ async def test_what_is_wrong_stays_in_the_line_or_is_a_notice() -> None:
             assert says in notices(app)[-1]
 
 
+@pytest.mark.slow
 async def test_columns_themes_filters_and_actions_by_name() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

@@ -98,6 +98,7 @@ async def test_panes_do_not_move_when_their_text_changes(size: tuple[int, int]) 
         assert bool(app.main.depth.region) == (size[0] >= 120 and size[1] >= 36)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(80, 24), (120, 36)])
 async def test_plus_shows_a_pane_alone_with_all_figures_and_again_everything(size: tuple[int, int]) -> None:
     app = make_app()
@@ -139,6 +140,7 @@ async def test_tab_goes_through_the_panes_and_back_to_the_tree() -> None:
         assert seen == ["drift", "memory", "recipe", "tree"]
 
 
+@pytest.mark.slow
 async def test_rules_are_changed_in_their_pane_and_undo_brings_all_back() -> None:
     app = make_app()
     async with running(app) as pilot:
@@ -187,6 +189,7 @@ async def test_many_rules_are_scrolled_with_the_cursor_and_the_deciding_one_stay
             await pilot.pause()
 
 
+@pytest.mark.slow
 async def test_every_pane_has_its_frame_again_when_the_terminal_grows() -> None:
     app = make_app()
     async with running(app, (60, 15)) as pilot:

@@ -10,18 +10,18 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 
 SERVED = ["float8_e4m3fn", "int8", *filter(dtypes.quantizes_activations, dtypes.BLOCK_FORMATS)]
-PARTS = 4
+PARTS = 8
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("place", "name"), list(enumerate(architectures.ZOO)), ids=architectures.ZOO)
 def test_every_architecture_runs_in_block_formats(place: int, name: str) -> None:
-    """Alone, each architecture has a quarter of the formats, in turn; the mixes draw a format for each tensor from all of them."""
+    """Alone, each architecture has an eighth of the formats, in turn; the mix draws a format for each tensor from all of them."""
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     palette = ["float32", "bfloat16", *dtypes.BLOCK_FORMATS]
     recipes = [Recipe((Rule("*", dtype),)) for dtype in dtypes.BLOCK_FORMATS[place % PARTS :: PARTS]]
-    recipes += [architectures.random_recipe(session, palette, seed) for seed in range(2)]
+    recipes.append(architectures.random_recipe(session, palette, 0))
     for recipe in recipes:
         session.apply(recipe)
         output = session.drift().output
