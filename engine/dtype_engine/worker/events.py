@@ -66,6 +66,8 @@ class ModelReady(Event, frozen=True):
     notices: tuple[str, ...]
     no_forward: str | None = None
     """Why the model can't be run, or None if it can."""
+    no_text: str | None = None
+    """Why the model can't generate text, or None if it can."""
 
 
 class InputsReady(Event, frozen=True):
