@@ -159,7 +159,7 @@ class Checkpoint:
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
-        meant = parameters_meant(self.unread, parts, self.config)
+        meant = parameters_meant(self.unread, parts)
         with gc_paused():
             return from_tensors(
                 TensorInfo(

@@ -21,12 +21,16 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 def decoded_dtype(checkpoint: Checkpoint) -> str:
-    """Return the dtype that decoded weights have in a model that is not quantised: the one in config.json, or else the widest
-    compute dtype of the other tensors.
+    """Return the dtype that decoded weights have in a model that is not quantised: the one in config.json, for all of the model or
+    for its text part, or else the widest compute dtype of the other tensors.
     """
     config = checkpoint.config or {}
-    named = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
-    return named if named in dtypes.COMPUTE_DTYPES else dtypes.widest(map(checkpoint.dtype, checkpoint.weights))
+    text = config.get("text_config")
+    for place in (config, text if isinstance(text, Mapping) else {}):
+        named = str(place.get("dtype") or place.get("torch_dtype")).removeprefix("torch.")
+        if named in dtypes.COMPUTE_DTYPES:
+            return named
+    return dtypes.widest(map(checkpoint.dtype, checkpoint.weights))
 
 
 def encoded_values(
@@ -58,7 +62,7 @@ def encoded_values(
             among = [_values(checkpoint, part, holds, False) for names in rows for part in names]
             found[name] = StackedValues(among, shape, holds)
             continue
-        (stored,) = parts
+        stored = next(iter(parts))
         own = checkpoint.weights[stored].shape
         is_turned = stored in turned
         if shape != ((*own[:-2], *own[:-3:-1]) if is_turned else own):

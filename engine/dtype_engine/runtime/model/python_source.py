@@ -20,6 +20,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.foreign_code import failures_as, with_type
 from dtype_engine.core.options import Options
+from dtype_engine.core.units import plural
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors
@@ -53,6 +54,8 @@ def _load_weights(
     if len(mismatch.missing_keys) == len(own):
         raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
     notices = list(checkpoint.notices)
+    if checkpoint.encoded:
+        notices.append(f"decoded to float32: {plural(len(checkpoint.encoded), 'quantised weight')} of {file.name}")
     tied = _tie_again(module, ties, values)
     if missing := [name for name in mismatch.missing_keys if name not in tied]:
         notices.append(f"{len(missing)} weights are not in {file.name}, first {missing[0]}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+from dtype_engine.runtime.formats import schemes
 
 BLOCK = 32
 _SMALL: dict[str, Any] = {
@@ -130,6 +132,30 @@ def test_the_model_takes_the_memory_of_the_packed_weights(
         assert sum(weight.tensor.untyped_storage().nbytes() for weight in decoded) == 2 * len(decoded)
         assert sum(held.values()) < packed
         session.drift()  # which leaves nothing behind
+
+
+@pytest.mark.parametrize("make", MODELS)
+def test_decoded_values_do_not_outlive_their_operation(
+    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantised(make, folder := tmp_path / "fp8")
+    session, _ = _session(folder, tmp_path)
+    decode, alive, most, count = schemes.decode, set[int](), 0, 0
+
+    def counted(*given: Any) -> torch.Tensor:
+        nonlocal most, count
+        values = decode(*given)
+        count += 1
+        alive.add(count)
+        weakref.finalize(values, alive.discard, count)
+        most = max(most, len(alive))
+        return values
+
+    monkeypatch.setattr(schemes, "decode", counted)
+    session.drift()
+    assert count >= 2 * sum(weight.decoded for weight in session.model.weights.values())
+    assert most <= 2
+    assert not alive
 
 
 def test_the_tree_has_weights_not_parts(tmp_path: Path) -> None:
