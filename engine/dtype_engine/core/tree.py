@@ -410,7 +410,12 @@ def numbered_parts(name: str) -> list[int]:
 
 
 def ancestors(name: str) -> Iterator[str]:
-    """Yield the names of the modules above a dotted name, from its parent up to the root ("")."""
+    """Yield the names of the modules above a dotted name, from its parent up to the root (""). Of a name with over `MOST_PARTS`
+    parts, which no tree has but an engine elsewhere may send, yield only the root, since all names would fill the memory.
+    """
+    if name.count(".") > MOST_PARTS:
+        yield ""
+        return
     while name:
         name = name.rpartition(".")[0]
         yield name

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors, is_number, numbered_parts
+from dtype_engine.core.tree import MOST_PARTS, TensorInfo, Tree, ancestors, from_tensors, is_number, numbered_parts
 
 NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(
     lambda parts: ".".join(parts) + ".t"
@@ -78,3 +78,10 @@ def test_the_parts_that_count_layers_and_experts() -> None:
     assert numbered_parts("model.layers.3.mlp.experts.12.w1") == [2, 5]
     assert numbered_parts("0.weight") == [0]
     assert numbered_parts("lm_head") == numbered_parts("") == []
+
+
+def test_a_name_of_parts_without_end_has_no_names_above_it() -> None:
+    """Together they would have 180 GB."""
+    assert list(ancestors("a." * 600_000)) == [""]
+    longest = ".".join(["a"] * MOST_PARTS) + ".weight"
+    assert len(list(ancestors(longest))) == MOST_PARTS + 1

@@ -8,10 +8,8 @@ from dtype_engine.results.drift import ImplicitCastStats
 from dtype_tui.screens.flow import MOST_ROWS, flow_screen
 
 
-def _shown(casts: int) -> str:
-    rows = [
-        ImplicitCastStats(f"layer.{number}", "linear", "float32", "bfloat16", 10, 2, False) for number in range(casts)
-    ]
+def _shown(casts: int, text: str = "linear") -> str:
+    rows = [ImplicitCastStats(f"layer.{number}", text, text, "bfloat16", 10, 2, False) for number in range(casts)]
     console = Console(width=90)
     with console.capture() as captured:
         console.print(flow_screen(rows, 100)._body)
@@ -24,3 +22,7 @@ def test_so_many_casts_are_shown_and_the_rest_is_counted() -> None:
     text = _shown(MOST_ROWS + 1005)
     assert f"layer.{MOST_ROWS} " not in text
     assert "and 1,005 more" in text
+
+
+def test_an_operation_and_dtypes_without_end_are_cut() -> None:
+    assert len(_shown(2, "x" * 1_000_000)) < 5000

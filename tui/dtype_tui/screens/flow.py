@@ -28,11 +28,11 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     words = ("operation", "from → to", "elements", *(["times"] if repeated else []), "in torch")
     rows: list[list[Text]] = []
     for cast in casts[:MOST_ROWS]:
-        change = Text(f"{dtypes.short_name(cast.source)} → ")
-        change.append(dtypes.short_name(cast.target), style="bold" if cast.target == "float64" else "")
+        change = Text(f"{_short(cast.source)} → ")
+        change.append(_short(cast.target), style="bold" if cast.target == "float64" else "")
         raises = Text(cast.in_torch, style="bold" if cast.in_torch == "raises" else "dim")
         times = [Text(str(cast.count))] if repeated else []
-        rows.append([Text(cast.operation), change, Text(human_count(cast.elements)), *times, raises])
+        rows.append([Text(printable(cast.operation, 200)), change, Text(human_count(cast.elements)), *times, raises])
     widths = [
         max(len(word), *(cell.cell_len for cell in column))
         for word, column in zip(words, zip(*rows, strict=True), strict=True)
@@ -53,3 +53,7 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     if len(casts) > MOST_ROWS:
         grid.add_row(f"and {len(casts) - MOST_ROWS:,} more", style="dim")
     return Overlay("Dtype flow of one forward pass", grid)
+
+
+def _short(dtype: str) -> str:
+    return printable(dtypes.short_name(dtype), 40)
