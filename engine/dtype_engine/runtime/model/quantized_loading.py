@@ -84,7 +84,8 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
     if weight.layout is COMPRESSED and ".experts." in weight.stem and global_scale in checkpoint.tensors:
         return f"transformers leaves out the scale {printable(global_scale)} of packed experts, so their values would be wrong"
     if method == "fp8" and weight.layout in (BLOCK_SCALED, DEEPSEEK_V4):
-        declared = (checkpoint.config or {})["quantization_config"].get("weight_block_size") or ()
+        declared = (checkpoint.config or {})["quantization_config"].get("weight_block_size")
+        declared = declared if isinstance(declared, list) else ()
         shape = checkpoint.tensors[weight.codes].shape
         codes = checkpoint.tensors[weight.codes].dtype != "int8"
         uneven = codes and any(
@@ -93,7 +94,7 @@ def _misread(weight: PackedWeight, checkpoint: Checkpoint, method: str | None) -
         )
         if uneven:
             return (
-                f"{name} is {list(shape)}, which is no whole number of its blocks of {list(declared)}, and transformers spreads "
+                f"{name} is {list(shape)}, which is no whole number of its blocks of {declared[:2]}, and transformers spreads "
                 "their scales wrongly"
             )
     return None
