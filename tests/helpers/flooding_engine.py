@@ -1,6 +1,6 @@
 """An engine that sends two million events as fast as its pipe takes them, and reads no request after the first.
 
-`python -m tests.helpers.flooding_engine KIND`, where KIND is one of `FLOODS`.
+`python -m tests.helpers.flooding_engine KIND`, where KIND is one of `FLOODS` or "windows".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.version import __version__
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.drift import DriftReport, Extent, ImplicitCastStats, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import control, events
 from dtype_engine.worker.frames import FrameWriter
@@ -48,12 +48,19 @@ FLOODS: dict[str, Callable[[int], Answer | TreePart]] = {
     "mixed": lambda number: (events.Idle(), events.Jobs("measure", ()), events.Noticed("again"))[number % 3],
 }
 """Makes the event of a number, by what the flood is of."""
+_CASTS = tuple(
+    ImplicitCastStats(f"layer.{number}", "linear", "float32", "bfloat16", 10, 2, False) for number in range(1000)
+)
+
+
+def _window(number: int) -> Answer:
+    return events.ImplicitCastsTraced(Recipe(), _CASTS)
 
 
 def main() -> None:
     writer = FrameWriter(sys.stdout.buffer.write)
     writer.mark()
-    make = FLOODS[sys.argv[1]]
+    make = _window if sys.argv[1] == "windows" else FLOODS[sys.argv[1]]
     first = (control.Hello(control.PROTOCOL, __version__), control.Opened("flood"))
     for answer in itertools.chain(first, map(make, range(EVENTS))):
         writer.put(msgspec.msgpack.encode(answer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import psutil
 import pytest
@@ -17,12 +18,30 @@ _SECONDS = 5.0
 """The app ends a second after a signal, the engine's 0.3 s included. A machine that runs other tests needs longer."""
 
 
+def flooded(kind: str, *, size: tuple[int, int] = (100, 30)) -> Terminal:
+    command = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.helpers.flooding_engine {kind}"
+    terminal = Terminal("--engine-command", command, size=size)
+    terminal.wait_for(r"\A +flood", 60)
+    return terminal
+
+
+def ended(engine: psutil.Process) -> bool:
+    """Whether it ends within some seconds, be it as a child that nobody waits for."""
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until:
+        try:
+            if engine.status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
 @pytest.mark.parametrize("kind", FLOODS)
 def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None:
-    command = f"env PYTHONPATH={ROOT} {sys.executable} -m tests.helpers.flooding_engine {kind}"
-    terminal = Terminal("--engine-command", command, size=(100, 30))
+    terminal = flooded(kind)
     try:
-        terminal.wait_for(r"\A +flood", 60)
         app = psutil.Process(terminal.pid)
         (engine,) = app.children()
         for _ in range(2):
@@ -35,6 +54,35 @@ def test_keys_and_signals_work_while_an_engine_floods_the_app(kind: str) -> None
         os.kill(terminal.pid, signal.SIGTERM)
         assert terminal.exit_status(_SECONDS) == 128 + signal.SIGTERM
         assert terminal.is_restored()
-        assert not engine.is_running()
+        assert ended(engine)
+    finally:
+        terminal.close()
+
+
+def test_a_signal_ends_it_while_it_draws_windows_over_each_other() -> None:
+    """Drawing them keeps the event loop busy for longer than the limit, and so would unmounting them."""
+    terminal = flooded("windows", size=(200, 50))
+    try:
+        (engine,) = psutil.Process(terminal.pid).children()
+        terminal.wait_for("Dtype flow", 60)
+        os.kill(terminal.pid, signal.SIGTERM)
+        assert terminal.exit_status(_SECONDS) == 128 + signal.SIGTERM
+        assert terminal.is_restored()
+        assert ended(engine)
+    finally:
+        terminal.close()
+
+
+def test_a_signal_ends_it_though_the_terminal_takes_no_more_output() -> None:
+    terminal = flooded("messages")
+    try:
+        for _ in range(100):  # redrawing fills what the terminal holds, since nothing is read
+            terminal.press("?\x1b")
+        time.sleep(1.0)
+        os.kill(terminal.pid, signal.SIGTERM)
+        until = time.monotonic() + _SECONDS
+        while (status := terminal.ended()) is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert status == 128 + signal.SIGTERM
     finally:
         terminal.close()

@@ -132,6 +132,17 @@ async def test_a_failure_whose_text_is_a_module_of_the_tree_is_escaped() -> None
         assert sum("\\x1b]0;owned\\x07" in line for line in lines(app)) > 2
 
 
+async def test_a_failure_of_a_text_without_end_is_cut() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await SCENES["as-stored"](app, pilot)
+        engine(app).emit(events.Failed(app.controller.experiment.recipe, "no kernel " * 1_000_000))
+        await pilot.pause()
+        await pilot.pause()
+        assert 1000 < len(app.controller.experiment.results.failure or "") < 5000
+        assert any("no kernel" in line for line in lines(app))
+
+
 @pytest.mark.slow
 async def test_results_without_end_do_not_open_windows_without_end() -> None:
     app = make_app()

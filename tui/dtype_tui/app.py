@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from textual import events as textual_events
 from textual.actions import ActionParseResult
-from textual.app import SystemCommand
+from textual.app import SuspendNotSupported, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
 from textual.screen import Screen
@@ -42,6 +43,8 @@ _SERVER_EVERY_S = 1.0
 """Number of seconds between checks of whether the web server is still connected."""
 _SIGNAL_WAIT_S = 0.3
 """How long the engine may take to end after a signal, so that the app ends within a second. It is killed then."""
+_SIGNAL_MOST_S = 0.8
+"""How long it may take to restore the terminal and to close the engine after a signal. The process ends then in any case."""
 LONGEST_WITHOUT_GC_S = 60.0
 StartEngine = Callable[[Callable[[events.Event], None], Callable[[], None]], Engine]
 
@@ -101,9 +104,9 @@ class DtypeApp(BaseApp[None]):
 
     def on_mount(self) -> None:
         self.set_interval(_SAVE_EVERY_S, self._save_session)
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-            loop.add_signal_handler(number, partial(self.exit, return_code=128 + number))
+        if not self.is_headless:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, self._end_by_signal)
         if self.is_web:
             self.set_interval(_SERVER_EVERY_S, self._end_with_the_server)
         # The engine starts after the first paint, because it imports torch.
@@ -136,15 +139,43 @@ class DtypeApp(BaseApp[None]):
         if self._saver is not None and cursor is not None:
             self._saver.update(self.controller.experiment, cursor)
 
+    def _end_by_signal(self, number: int, frame: object) -> None:
+        """Handle a signal: save the session, restore the terminal, close the engine, and end the process.
+
+        The event loop does not do this, because it may be busy with large windows for seconds; nor does `exit`, after which Textual
+        unmounts every widget of every window.
+        """
+        status = 128 + number
+        closing = threading.Thread(target=self._close_engine, args=[_SIGNAL_WAIT_S], daemon=True)
+        closing.start()
+        try:
+            self._close_session()
+            # A terminal that takes no more output must not keep the process alive.
+            last = threading.Timer(_SIGNAL_MOST_S, os._exit, [status])
+            last.daemon = True
+            last.start()
+            with contextlib.suppress(SuspendNotSupported), self.suspend():  # a browser has no terminal to restore
+                closing.join()
+                os._exit(status)  # the end of this block would take the terminal again
+            closing.join()
+        finally:
+            os._exit(status)
+
     def on_unmount(self) -> None:
         """Save the session and close the engine, even if the app ends before it has fully started."""
+        self._close_session()
+        self._close_engine(CLOSE_WAIT_S)
+        resume_gc()
+
+    def _close_session(self) -> None:
         self._make_saver()
         self._save_session()
         if self._saver is not None:
             self._saver.close()
+
+    def _close_engine(self, wait_s: float) -> None:
         self._events.shut()
-        self.controller.engine.close(CLOSE_WAIT_S if (self.return_code or 0) <= 128 else _SIGNAL_WAIT_S)
-        resume_gc()
+        self.controller.engine.close(wait_s)
 
     def on_resize(self, event: textual_events.Resize) -> None:
         self.main.lay_out(event.size)

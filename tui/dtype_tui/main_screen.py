@@ -53,9 +53,9 @@ DEPTH_FROM = (120, 36)
 """The smallest terminal, in columns and lines, with room for the plot of drift over depth below the tree."""
 TRADE_OFF_FROM = 180
 """Least number of columns with room for the plot of bytes and drift next to it."""
-MOST_WINDOWS = 20
+MOST_WINDOWS = 6
 """Maximum number of open screens. If so many are open, a result that arrives does not open a window of its own, because Textual
-takes too long to draw a hundred windows over each other.
+draws them all over each other: twenty windows of 200 rows take eight seconds, in which no key is handled.
 """
 
 

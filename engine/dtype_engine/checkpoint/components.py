@@ -17,7 +17,7 @@ from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.weight_files import (
     NoWeights,
     find_weight_files,
-    read_json,
+    read_config,
     read_shards,
     resolve_inside,
     variant_of,
@@ -81,7 +81,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
         pickled = any(kind_of(file) == "pickle" for file in files)
         identities = tuple(map(FileIdentity.of, files))
         own, metadata = ({}, {}) if pickled else read_shards(subfolder, files)
-        config = read_json(subfolder / "config.json") if (subfolder / "config.json").is_file() else None
+        config = read_config(subfolder) if (subfolder / "config.json").is_file() else None
         stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"
         components.append(Component(name, subfolder, files, stem, config, metadata, pickled, identities))
         tensors |= {f"{name}.{local}": tensor.renamed(f"{name}.{local}") for local, tensor in own.items()}

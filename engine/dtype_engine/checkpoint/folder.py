@@ -32,6 +32,7 @@ from dtype_engine.checkpoint.weight_files import (
     SINGLE,
     find_weight_files,
     index_of,
+    read_config,
     read_index,
     read_json,
     read_shards,
@@ -97,8 +98,7 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
         config = gguf_config(fields, tensors)
         return Checkpoint(path, (path,), tensors, config, form="gguf", identities=identities)
     tensors, metadata = read_header(path)
-    beside = path.parent / "config.json"
-    config = read_json(beside) if path.name == SINGLE and beside.exists() else None
+    config = read_config(path.parent) if path.name == SINGLE else None
     aliases = _aliases(tensors, metadata)
     return Checkpoint(path, (path,), tensors, config, metadata, identities=identities, aliases=aliases)
 
@@ -106,8 +106,7 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
 def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     if (folder / PIPELINE_INDEX).is_file():
         return _open_pipeline(folder)
-    config_file = folder / "config.json"
-    config = read_json(config_file) if config_file.exists() else None
+    config = read_config(folder)
     files = find_weight_files(folder)
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(kind_of(file) == "pickle" for file in files):

@@ -60,6 +60,9 @@ def _specification(
         raise UserError(
             f"{path}: tensor {printable(tensor.name)} has rows of {row} values in blocks of {block}: the file is damaged"
         )
+    if 8 * math.prod(extent for extent in tensor.shape if extent) >= 1 << 63 and 0 in tensor.shape:
+        # A tensor without elements needs no bytes, but torch multiplies its other extents for the strides.
+        raise UserError(f"{path}: tensor {printable(tensor.name)} has a shape that is too large")
     nbytes = math.prod(tensor.shape) // block * nbytes_of_block
     if tensor.start + nbytes > size:
         raise UserError(

@@ -158,6 +158,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """Return the content of a folder's config.json, or None if it has none. Raises UserError, also for a link out of the folder,
+    because an export would write what it leads to.
+    """
+    name = "config.json"
+    return read_json(resolve_inside(folder, name)) if (folder / name).exists() else None
+
+
 def variant_of(name: str) -> str | None:
     """Return the variant in a weights file's name, or None if the name has none. It is `fp16` in `model.fp16.safetensors`,
     `model.fp16-00001-of-00002.safetensors` and, as older versions wrote it, `model-00001-of-00002.fp16.safetensors`.

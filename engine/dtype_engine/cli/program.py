@@ -19,7 +19,7 @@ from dtype_engine.cli.signals import ended_by, raised_signals
 from dtype_engine.cli.streams import ReaderGone, answers, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
-from dtype_engine.core.text import printable
+from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.units import time_left
 
 BAD_INPUT = 2
@@ -34,14 +34,16 @@ def print_json(value: Any) -> None:
 
 
 def answer(text: str, nl: bool = True) -> None:
-    """Print the result of a command on standard output. nl: whether to end it with a newline."""
-    click.echo(text, answers(), nl)
+    """Print the result of a command on standard output, with control characters escaped. nl: whether to end it with a newline."""
+    click.echo(without_controls(text), answers(), nl)
 
 
 def print_stderr(line: str) -> None:
-    """Print a line on standard error. A failure is ignored, because neither the result nor the exit status depends on the line."""
+    """Print a line on standard error, with control characters escaped. A failure is ignored, because the result and the exit status
+    do not depend on the line.
+    """
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr)
+        print(without_controls(line), file=sys.stderr)
 
 
 _step = ""

@@ -6,7 +6,8 @@ Times are in seconds, KL in nats per position, SQNR in decibels. A metric that w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -150,6 +151,12 @@ def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
     return gain if math.isfinite(gain) else None
 
 
+def _has_inner(module: str, names: Sequence[str]) -> bool:
+    """Return whether one of the sorted `names` is that of a module inside `module`."""
+    place = bisect_left(names, f"{module}.")
+    return place < len(names) and names[place].startswith(f"{module}.")
+
+
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
     """Return the modules whose outputs differ from the reference, ordered by the number of non-finite values, then by SQNR, the
     worst first.
@@ -159,14 +166,12 @@ def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
     """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
     alike: dict[tuple[object, ...], list[str]] = {}
-    for each in differing:
+    for each in sorted(differing, key=lambda each: each.name):
         alike.setdefault((each.sqnr_db, each.max_abs, each.nonfinite), []).append(each.name)
     own = [
         each
         for each in differing
-        if not any(
-            name.startswith(f"{each.name}.") for name in alike[each.sqnr_db, each.max_abs, each.nonfinite] if each.name
-        )
+        if not (each.name and _has_inner(each.name, alike[each.sqnr_db, each.max_abs, each.nonfinite]))
     ]
     return sorted(own, key=lambda each: (-each.nonfinite, -math.inf if each.sqnr_db is None else each.sqnr_db))
 

@@ -4,7 +4,7 @@ dtype or a tensor without elements, could make the app fail later.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from dtype_engine.core import dtypes
 from dtype_engine.recipe import Rule
@@ -14,6 +14,10 @@ from dtype_engine.worker import events
 
 _LARGEST_EXPONENT = 1100
 """An upper bound for the absolute exponents of float64, which reach -1074 in subnormal numbers."""
+_MOST_SHOWN = 100
+"""Maximum length of each list whose entries the app shows all at once, such as the times of a model's variants."""
+_MOST_NOTICES = 1000
+"""Maximum number of notices in one event."""
 
 
 def check_event(event: object) -> None:
@@ -21,6 +25,9 @@ def check_event(event: object) -> None:
 
     The recipe of an event is not checked, because the app only compares it with the current recipe.
     """
+    for shown, most in _shown_whole(event):
+        if shown > most:
+            raise ValueError(f"{shown:,} entries in a list of at most {most:,}")
     match event:
         case events.CastDone():
             _check_losses(event.lost or ())
@@ -47,6 +54,26 @@ def check_event(event: object) -> None:
                 raise ValueError("a power of two that no value has")
             if any(error.elements < 1 for error in event.stats.errors):
                 raise ValueError("an error of no elements")
+
+
+def _shown_whole(event: object) -> Iterator[tuple[int, int]]:
+    """Yield the length and the maximum length of each list in an event whose entries the app draws all at once, since it handles no
+    key meanwhile.
+    """
+    match event:
+        case events.HeadersRead() | events.ModelReady() | events.Saved() | events.Composed():
+            yield len(event.notices), _MOST_NOTICES
+        case events.Measured() | events.RecipeMeasured():
+            yield len(event.report.notices), _MOST_NOTICES
+        case events.InputsReady():
+            yield len(event.summary.made_of), _MOST_SHOWN
+        case events.SpeedMeasured():
+            yield len(event.report.rows), _MOST_SHOWN
+            yield len(event.report.notices), _MOST_NOTICES
+        case events.FilesChecked():
+            yield len(event.report.unchecked), _MOST_NOTICES
+        case events.WeightInspected():
+            yield len(event.stats.errors), _MOST_SHOWN
 
 
 def _check_losses(losses: Iterable[ValueLoss]) -> None:

@@ -278,6 +278,8 @@ class EngineProcess(Engine):
         unhandled = unhandled_bytes = 0
         try:
             while (data := connection.reader.next()) is not None:
+                if self._closing:
+                    continue  # the app takes no more events, and decoding them would delay its end
                 self._take(decoder.decode(data), connection)
                 unhandled, unhandled_bytes = unhandled + 1, unhandled_bytes + len(data)
                 if unhandled >= _MOST_UNHANDLED or unhandled_bytes >= _MOST_UNHANDLED_BYTES:

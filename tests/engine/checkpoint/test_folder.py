@@ -104,6 +104,16 @@ def test_a_shard_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., P
         open_checkpoint(folder)
 
 
+def test_a_config_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """An export would hold what it leads to, which may be a file with passwords."""
+    folder = make_llama()
+    (folder / "config.json").rename(tmp_path / "secret.json")
+    (folder / "config.json").symlink_to(tmp_path / "secret.json")
+    for path in (folder, folder / "model.safetensors"):
+        with pytest.raises(UserError, match="link out of its folder"):
+            open_checkpoint(path)
+
+
 def test_the_hub_cache_with_its_links_to_blobs_is_read(make_llama: Callable[..., Path], tmp_path: Path) -> None:
     folder = make_llama()
     cache = tmp_path / "hub" / "models--a--b"

@@ -122,6 +122,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "9 dimensions": (with_tensor(9, (1,) * 9), "9 dimensions"),
     "2^62 values": (with_tensor(extents=(1 << 62,)), "lie outside"),
     "2^62 by 2^62 values": (with_tensor(2, (1 << 62, 1 << 62)), "lie outside"),
+    "0 by 2^63 values": (with_tensor(2, (0, 1 << 63)), "a shape that is too large"),
     "a place at 2^63": (with_tensor(start=(1 << 64) - 32), "lie outside"),
     "type 999": (with_tensor(kind=999), "is of type 999, which the gguf package does not know"),
     "half a block": (with_tensor(extents=(31,), kind=8), "rows of 31 values in blocks of 32"),

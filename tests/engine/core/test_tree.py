@@ -4,7 +4,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors, is_number, numbered_parts
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import (
+    MOST_MODULES,
+    MOST_PARTS,
+    TensorInfo,
+    Tree,
+    ancestors,
+    from_tensors,
+    is_number,
+    numbered_parts,
+)
 
 NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(
     lambda parts: ".".join(parts) + ".t"
@@ -78,3 +88,24 @@ def test_the_parts_that_count_layers_and_experts() -> None:
     assert numbered_parts("model.layers.3.mlp.experts.12.w1") == [2, 5]
     assert numbered_parts("0.weight") == [0]
     assert numbered_parts("lm_head") == numbered_parts("") == []
+
+
+def test_a_name_of_parts_without_end_has_no_names_above_it() -> None:
+    """Together they would have 180 GB."""
+    assert list(ancestors("a." * 600_000)) == [""]
+    longest = ".".join(["a"] * MOST_PARTS) + ".weight"
+    assert len(list(ancestors(longest))) == MOST_PARTS + 1
+
+
+def test_names_have_so_many_parts_and_modules_and_no_more() -> None:
+    """A file of 9 MB without a single value could have four million modules. Each name has 199 more than the one before."""
+    deep = [".".join(["a"] * (199 * times)) + ".weight" for times in (1, 2)]
+    from_tensors([TensorInfo(deep[0], (1,), "float32")])
+    with pytest.raises(UserError, match="over 200 parts"):
+        from_tensors([TensorInfo(name, (1,), "float32") for name in deep])
+    below = ".x" * (MOST_PARTS - 2)
+    many = [
+        TensorInfo(f"a{number}{below}.weight", (0,), "float32") for number in range(MOST_MODULES // MOST_PARTS + 50)
+    ]
+    with pytest.raises(UserError, match="over 500,000 modules"):
+        from_tensors(many)

@@ -2,6 +2,7 @@
 
 `python -m tests.engine.hostile.fuzz 5000` makes as many of each kind, each from its own number, so that a case comes back by it:
 `python -m tests.engine.hostile.fuzz --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
+`--from 5000 5000 tokenizer picture` makes other cases than the first run did, of these kinds only.
 
 A case holds when the program ends with status 0 or 2 (1 for `recipe lint`: it differs), without a traceback or an unexpected
 error, in 20 s and 1.5 GB, and does not take the process down. Workers run many cases each, and are forked from a process that has
@@ -450,12 +451,14 @@ def work(kind: str, first: int, count: int, progress: Path) -> Seen:
 # -- all of them ---------------------------------------------------------------------------------------------------
 
 
-def run_all(count: int, kinds: tuple[str, ...] = KINDS, at_once: int = 1, each: int = _A_WORKER) -> dict[str, Seen]:
-    """`count` cases of each kind in processes of `each` cases. A process that dies is a failure of the case it was at, and the
-    rest of its cases go on in another.
+def run_all(
+    count: int, kinds: tuple[str, ...] = KINDS, at_once: int = 1, each: int = _A_WORKER, begin: int = 0
+) -> dict[str, Seen]:
+    """`count` cases of each kind, from the number `begin` on, in processes of `each` cases. A process that dies is a failure of
+    the case it was at, and the rest of its cases go on in another.
     """
     found = {kind: Seen() for kind in kinds}
-    waiting = [(kind, first, min(each, count - first)) for kind in kinds for first in range(0, count, each)]
+    waiting = [(kind, begin + done, min(each, count - done)) for kind in kinds for done in range(0, count, each)]
     running: list[tuple[str, int, int, Path, preloaded.Program]] = []
     with tempfile.TemporaryDirectory() as scratch:
         while waiting or running:
@@ -503,7 +506,10 @@ def main(arguments: list[str]) -> int:
         (folder / f"{kind}-{seed}").write_bytes(content)
         print(run_case(kind, content, folder, int(seed)))
         return 0
-    found = run_all(int(arguments[0]) if arguments else 5000, tuple(arguments[1:]) or KINDS, at_once=2)
+    begin = 0
+    if arguments[:1] == ["--from"]:
+        begin, arguments = int(arguments[1]), arguments[2:]
+    found = run_all(int(arguments[0]) if arguments else 5000, tuple(arguments[1:]) or KINDS, at_once=2, begin=begin)
     print("\n".join(lines_of(found)))
     return int(any(seen.failures for seen in found.values()))
 

@@ -198,5 +198,39 @@ def test_names_from_a_file_reach_the_terminal_as_text(tmp_path: Path, capsys: py
     assert "[bold]" in out
 
 
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {"quant_method": "\x1b]0;owned\x07"},
+        {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": {
+            "targets": ["\x1b]0;owned\x07", "Linear"],
+            "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 8}}}},
+        {"quant_method": "fp8", "weight_block_size": True},
+    ],
+    ids=["a method", "a target", "blocks"],
+)  # fmt: skip
+def test_a_quantization_config_is_text_or_refused_in_one_line(
+    make_llama: Callable[..., Path], declared: dict[str, object], capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = make_llama()
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": declared}))
+    weights = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    scale = {f"{name}_scale_inv": torch.ones(1, 1)}
+    save_file(weights | {name: weights[name].to(torch.float8_e4m3fn)} | scale, folder / "model.safetensors")
+    capfd.readouterr()  # what making it wrote
+    for command in (["inspect"], ["check"], ["weights", "--cast", "*=bf16"], ["drift", "--cast", "*=bf16"],
+                    ["export", "--cast", "*.mlp=bf16", "-o", str(tmp_path / "out")]):  # fmt: skip
+        status = run_program(cli, "dtype-engine", [command[0], str(folder), *command[1:]])
+        out, said = capfd.readouterr()
+        assert all(character.isprintable() for character in (out + said).replace("\n", "")), ascii(said)
+        assert "unexpected" not in said
+        assert status == 0 or (command[0] == "check" and status == 1) or (status == 2 and said.count("\n") == 1), said
+
+
 if __name__ == "__main__":
     print(run(int(sys.argv[1]) if len(sys.argv) > 1 else MUTATIONS))

@@ -70,6 +70,15 @@ def test_a_module_that_passes_on_what_one_inside_it_made_is_not_named_twice() ->
     assert [each.name for each in worst_modules(drifts)] == ["layer.mlp.down", "layer.mlp2", "layer"]
 
 
+def test_the_worst_of_many_modules_that_drift_alike() -> None:
+    """As in a model that is broken from its first layer on. To compare each with each takes minutes."""
+    names = [
+        f"layer.{layer}.expert.{expert}{part}" for layer in range(60) for expert in range(256) for part in ("", ".up")
+    ]
+    worst = {each.name for each in worst_modules([ModuleDrift(name, None, math.nan, 8) for name in names])}
+    assert worst == {name for name in names if name.endswith(".up")}
+
+
 def test_a_change_of_bytes_says_which_way() -> None:
     assert [change_text(*pair) for pair in ((200, 90), (100, 300), (5, 5), (0, 7))] == [
         "55.0 % less",

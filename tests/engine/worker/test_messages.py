@@ -284,6 +284,34 @@ def test_a_recipe_of_what_is_no_rule_is_refused(rule: tuple[Any, Any]) -> None:
         messages.AnswerDecoder().decode(msgspec.msgpack.encode(["CastingProgress", recipe, 1, 2]))
 
 
+LONG_LISTS = (
+    (events.HeadersRead, ("notices",)), (events.ModelReady, ("notices",)), (events.Saved, ("notices",)),
+    (events.Measured, ("report", "notices")), (events.RecipeMeasured, ("report", "notices")),
+    (events.InputsReady, ("summary", "made_of")), (events.SpeedMeasured, ("report", "rows")),
+    (events.SpeedMeasured, ("report", "notices")), (events.FilesChecked, ("report", "unchecked")),
+    (events.WeightInspected, ("stats", "errors")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "path"), LONG_LISTS, ids=lambda each: getattr(each, "__name__", None))
+def test_a_list_that_the_app_would_show_whole_is_bounded(kind: Any, path: tuple[str, ...]) -> None:
+    """The app would draw it for minutes and take no key."""
+
+    def with_entries(value: Any, fields: tuple[str, ...], times: int) -> Any:
+        inner = getattr(value, fields[0])
+        new = with_entries(inner, fields[1:], times) if fields[1:] else inner[:1] * times
+        replace = msgspec.structs.replace if isinstance(value, msgspec.Struct) else dataclasses.replace
+        return replace(value, **{fields[0]: new})
+
+    def decode(event: Any) -> Any:
+        decoder = messages.AnswerDecoder()
+        return [decoder.decode(data) for data in messages.encode_answer(event)][-1]
+
+    assert decode(with_entries(made_up(kind), path, 100)) is not None
+    with pytest.raises(WireError, match="3,000 entries in a list of at most 1"):
+        decode(with_entries(made_up(kind), path, 3000))
+
+
 def test_a_recipe_arrives_as_it_is_whatever_its_patterns_hold() -> None:
     recipe = Recipe((Rule.parse("*.layer\x1b[[]2J.*=bf16"), Rule.parse("re:\u202e.*=f16")))
     assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe

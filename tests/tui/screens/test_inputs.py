@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.helpers.recording_engine import demo_tree, engine, make_app, report, say
 from tests.helpers.screen_text import screen, until
 from textual.containers import VerticalScroll
@@ -20,7 +21,7 @@ from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.screens.inputs import MOST_ROWS, InputsScreen
+from dtype_tui.screens.inputs import MOST_ROWS, InputsScreen, inputs_table
 from dtype_tui.state.launch import Launch
 
 PICTURE = InputBatch(
@@ -143,3 +144,12 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         await until(pilot, lambda: "stay in use" in screen(app))
         assert app.controller.experiment.results.report is after
         assert app.controller.experiment.model.inputs == after.inputs
+
+
+def test_a_dtype_and_a_shape_without_end_are_cut() -> None:
+    """They come from an engine, which may be on another machine."""
+    batch = InputBatch("text", 3, (InputTensor("ids", (7,) * 100_000, "x" * 1_000_000),))
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(inputs_table(InputsSummary("two", ("text: yours",), 3, (batch, batch))))
+    assert len(shown.get()) < 5000

@@ -14,6 +14,8 @@ from dtype_tui.rendering.cells import truncate, wrap_dotted
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
+MOST_ROWS = 200
+"""Maximum number of casts that the window shows. Drawing a thousand takes two seconds, in which no key is handled."""
 _NAME_WIDTH = 26
 """Width in cells to be left for module names. Long operation names are truncated to make room for them."""
 
@@ -25,12 +27,12 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     repeated = any(cast.count > 1 for cast in casts)
     words = ("operation", "from → to", "elements", *(["times"] if repeated else []), "in torch")
     rows: list[list[Text]] = []
-    for cast in casts:
-        change = Text(f"{dtypes.short_name(cast.source)} → ")
-        change.append(dtypes.short_name(cast.target), style="bold" if cast.target == "float64" else "")
+    for cast in casts[:MOST_ROWS]:
+        change = Text(f"{_short(cast.source)} → ")
+        change.append(_short(cast.target), style="bold" if cast.target == "float64" else "")
         raises = Text(cast.in_torch, style="bold" if cast.in_torch == "raises" else "dim")
         times = [Text(str(cast.count))] if repeated else []
-        rows.append([Text(cast.operation), change, Text(human_count(cast.elements)), *times, raises])
+        rows.append([Text(printable(cast.operation, 200)), change, Text(human_count(cast.elements)), *times, raises])
     widths = [
         max(len(word), *(cell.cell_len for cell in column))
         for word, column in zip(words, zip(*rows, strict=True), strict=True)
@@ -46,6 +48,12 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     for word in words:
         grid.add_column(no_wrap=True, justify="right" if word in ("elements", "times") else "left")
     grid.add_row("module", *words, style="dim")
-    for cast, row in zip(casts, rows, strict=True):
+    for cast, row in zip(casts, rows, strict=False):
         grid.add_row(wrap_dotted(printable(cast.module, 500) or "the model", name_width), *row)
+    if len(casts) > MOST_ROWS:
+        grid.add_row(f"and {len(casts) - MOST_ROWS:,} more", style="dim")
     return Overlay("Dtype flow of one forward pass", grid)
+
+
+def _short(dtype: str) -> str:
+    return printable(dtypes.short_name(dtype), 40)

@@ -23,6 +23,14 @@ from dtype_tui.screens.modal import SCROLLING, ModalScreen
 from dtype_tui.widgets.line_input import LineInput
 
 MOST_TOKENS = 4096
+MOST_TEXTS = 100
+"""Maximum number of generated texts that the window shows."""
+_MOST_CHARACTERS = 100_000
+"""Number of characters after which a generated text is cut, where a line break counts as 80. A text of 4,096 tokens has about half
+of this.
+"""
+_MOST_OF_A_PIECE = 1000
+"""Maximum number of characters of one token that are shown."""
 
 
 class GenerationScreen(ModalScreen[None]):
@@ -122,7 +130,7 @@ class GenerationScreen(ModalScreen[None]):
         grid = PlainTable.grid(padding=(0, 2), expand=True)
         grid.add_column(ratio=1, overflow="fold")
         grid.add_column(ratio=1, overflow="fold")
-        for number, text in enumerate(texts):
+        for number, text in enumerate(texts[:MOST_TEXTS]):
             if number:
                 grid.add_row("", "")
             grid.add_row(Text("reference", style="bold"), Text("candidate", style="bold"))
@@ -130,6 +138,8 @@ class GenerationScreen(ModalScreen[None]):
             grid.add_row(*(Text(_pace(written), style="dim") for written in (text.reference, text.candidate)))
             if text.finished or text.differs:
                 grid.add_row(Text(parting(text), style="bold" if text.differs else ""), "")
+        if len(texts) > MOST_TEXTS:
+            grid.add_row(Text(f"and {len(texts) - MOST_TEXTS:,} more", style="dim"), "")
         self.query_one("#generate-texts", Static).update(grid)
 
     def _say(self, words: str) -> None:
@@ -143,8 +153,15 @@ def _written(text: Generation, written: Written) -> Text:
     text: the prompt with both continuations. written: the one to show. Control characters are escaped.
     """
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
+    parts_at = text.same_tokens if text.differs else None
+    room = _MOST_CHARACTERS
     for index, piece in enumerate(written.pieces):
-        if text.differs and index == text.same_tokens:
+        if room < 0:
+            shown.append("…", style="dim")
+            break
+        piece = piece[:_MOST_OF_A_PIECE]
+        room -= len(piece) + 80 * piece.count("\n")
+        if index == parts_at:
             shown.append(f"⟦{_safe_lines(piece)}⟧", style="bold reverse")
         else:
             shown.append(_safe_lines(piece), style="not dim")

@@ -152,4 +152,4 @@ def _arguments(batch: InputBatch) -> str:
     ]
     if batch.positions is not None:
         parts.insert(0, f"{batch.positions:,} tokens")
-    return " · ".join(parts)
+    return printable(" · ".join(parts), 1000)

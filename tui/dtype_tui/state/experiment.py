@@ -32,6 +32,8 @@ OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that are handled even if they belong to a recipe that is no longer the current one."""
 _MOST_MODULES_SIZE = 32 << 20
 """Maximum size of the drift of all modules: 100 for each module, and 1 for each character of its name."""
+_MOST_OF_A_FAILURE = 2000
+"""Number of characters after which the reason of a failed measurement is cut."""
 _MOST_KNOWN = 10
 """Maximum number of drift reports that are kept. An undo shows the report of the earlier recipe at once, if the report is kept."""
 
@@ -300,7 +302,9 @@ class Experiment:
                 if key in self._known:
                     self._known[key] = replace(self._known[key], causes=event.report)
             case events.Failed():
-                self.results = replace(results, failure=with_keys(event.message), failed_module=event.module)
+                self.results = replace(
+                    results, failure=with_keys(event.message[:_MOST_OF_A_FAILURE]), failed_module=event.module
+                )
 
     def _set_report(self, report: DriftReport) -> None:
         self.results = replace(self.results, report=report, partial_drift=None, modules=measured_modules(report))

@@ -8,6 +8,7 @@ from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import all_experts, expert_layer
@@ -36,7 +37,7 @@ def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
         before = config.get("quantization_config")
         scaled = [item for item in contents.items if item.has_scales]
         if before is not None and scaled and not any(item.source_bytes for item in scaled):
-            method = before.get("quant_method") if isinstance(before, dict) else before
+            method = printable(str(before.get("quant_method") if isinstance(before, dict) else before), 40)
             raise UserError(
                 f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind in it"
             )

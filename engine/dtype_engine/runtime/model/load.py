@@ -45,7 +45,7 @@ from dtype_engine.runtime.model.name_mapping import Placement, map_names, restor
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quantized_loading import refuse_unread
-from dtype_engine.runtime.model.silence_libraries import quiet, silence_transformers
+from dtype_engine.runtime.model.silence_libraries import no_stderr, quiet, silence_transformers
 from dtype_engine.runtime.model.stored_values import EncodedValues, StoredValues
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
@@ -163,7 +163,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         if by_state:
             more["state_dict"] = state_to_load(checkpoint, places, encoded)
         placements: dict[str, Placement] = {}
-        with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason):
+        with failures_as(NoForward, f"{title}: transformers can't load {model_class.__name__}", reason), no_stderr():
             module, loading_info = as_stored(model_class, checkpoint, placements, encoded).from_pretrained(
                 None if by_state else folder,
                 dtype=torch_dtype(loading_dtype(checkpoint)),

@@ -23,12 +23,22 @@ def quiet() -> Iterator[None]:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")  # tqdm reads this when transformers imports it
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
+        os.environ.setdefault("LOGURU_AUTOINIT", "False")  # compressed-tensors logs by loguru what a configuration says
+        logging.getLogger("transformers").setLevel(logging.CRITICAL)
         try:
             yield
         finally:
             if "transformers" in sys.modules:
                 silence_transformers()
+
+
+@contextmanager
+def no_stderr() -> Iterator[None]:
+    """Drop what Python code writes to `sys.stderr` while the block runs. compressed-tensors draws progress bars that nothing turns
+    off, and logs the names in a configuration as they are.
+    """
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        yield
 
 
 @contextmanager
@@ -66,5 +76,5 @@ def without_panic_message(drop: bool = False) -> Iterator[None]:
 def silence_transformers() -> None:
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()

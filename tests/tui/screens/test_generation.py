@@ -1,0 +1,36 @@
+"""The window with generated texts: what an engine elsewhere may send for one."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, running
+from tests.helpers.screen_text import screen, until
+from textual.containers import VerticalScroll
+
+from dtype_engine.results.runs import Generation, Written
+from dtype_tui.screens.generation import MOST_TEXTS, GenerationScreen
+
+
+def _text(pieces: int, piece: str = "ab ") -> Generation:
+    one, other = ((5,) * pieces, (5,) * (pieces - 1) + (6,))
+    return Generation("the prompt", Written(one, (piece,) * pieces, 0.5), Written(other, (piece,) * pieces, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("texts", "end"),
+    [
+        ((_text(4),) * 3000, f"and {3000 - MOST_TEXTS:,} more"),
+        ((_text(100_000),), "the first 99999 tokens are the same"),
+        ((_text(2, "x\n" * 3_000_000),), "the first 1 tokens are the same"),
+    ],
+    ids=["texts", "tokens", "lines"],
+)
+async def test_texts_without_end_are_cut(texts: tuple[Generation, ...], end: str) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await app.push_screen(GenerationScreen(None, texts, lambda wanted: True, lambda: None))
+        await pilot.pause()
+        rows = app.screen.query_one(VerticalScroll)
+        assert rows.virtual_size.height < 5000
+        rows.scroll_end(animate=False)
+        await until(pilot, lambda: end in screen(app))
