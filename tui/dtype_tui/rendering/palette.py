@@ -16,7 +16,6 @@ from rich.terminal_theme import TerminalTheme
 from textual.theme import Theme
 
 from dtype_engine.core import dtypes
-from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8, SQNR_SIGNS
 
 _TABLE = {
     # name: (dark theme, light theme)
@@ -120,6 +119,8 @@ def ramp(badness: float | str) -> str:
         return _OF_WORDS[badness]
     if math.isnan(badness):
         return "red"
+    from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8, SQNR_SIGNS  # the first paint does not need them
+
     limits = ((SQNR_BF16, "green"), (SQNR_FP8, "yellow"), (SQNR_SIGNS, "bright_red"))
     return next((name for least, name in limits if badness >= least), "red")
 

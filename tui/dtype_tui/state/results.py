@@ -8,9 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
-from dtype_tui.rendering.loss_text import loss_marks
-
+# What the first paint does not need is imported where it is used.
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NonFiniteDiagnosis, PartialAttribution
     from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
@@ -31,7 +29,11 @@ class Losses:
         """Maps node names to marks in the tree, such as `⚠ 64 inf 12 zero`. Each tensor in which casts make values infinite or zero
         or clip them has a mark, and so has each module above such a tensor.
         """
-        return loss_marks(self.values or ())
+        if not self.values:
+            return {}
+        from dtype_tui.rendering.loss_text import loss_marks
+
+        return loss_marks(self.values)
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Results:
         """Return the modules that drift most, beginning with those whose output is not finite. count: maximum number of modules, or
         None for all.
         """
-        from dtype_engine.results.drift import worst_modules  # the first paint does not need it
+        from dtype_engine.results.drift import worst_modules
 
         return worst_modules(self.modules.values())[:count]
 
@@ -72,6 +74,8 @@ class Results:
         """The SQNRs in dB at which a module's bar is full and empty: those of the worst and the best module of this model, and at
         least the limits of a small drift. Bars thus differ within a model, and are short if nothing drifts much.
         """
+        from dtype_engine.results.meaning import SQNR_BF16, SQNR_FP8
+
         measured = [
             drift.sqnr_db for drift in self.modules.values() if drift.sqnr_db is not None and not drift.nonfinite
         ]

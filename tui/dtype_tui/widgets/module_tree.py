@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar
 
@@ -315,7 +316,7 @@ class ModuleTree(ScrollView, can_focus=True):
         width = self.size.width
         scan, baseline = self.experiment.scan, self.experiment.baseline
         columns = columns_for(width, self._needed, self.hidden, scan.report is not None, baseline is not None)
-        base = self._base()
+        base = self._base
         if y == 0:
             return (
                 heading(columns, scan.heading, self.experiment.baseline_mark)
@@ -340,12 +341,18 @@ class ModuleTree(ScrollView, can_focus=True):
         strip = over_cursor(self, segments) if index == self.cursor else Strip(segments)
         return strip.simplify().apply_style(base)
 
+    @cached_property
     def _base(self) -> Style:
-        """Return the tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
+        """The tree's colours: the theme's or, in a theme of the terminal's own colours, none."""
         if self.app.native_ansi_color:
             return PLAIN
         colours = self.rich_style
         return Style(color=colours.color, bgcolor=colours.bgcolor)
+
+    def notify_style_update(self) -> None:
+        """Textual calls this when the theme has changed."""
+        self.__dict__.pop("_base", None)
+        super().notify_style_update()
 
     def _lit(self, row: Row) -> bool:
         if self.preview is None:

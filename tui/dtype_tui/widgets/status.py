@@ -11,10 +11,8 @@ from textual import events
 from textual.binding import Binding
 from textual.widgets import Static
 
-from dtype_engine.reports.text_drift import extent_text, partial_text
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
-from dtype_tui.rendering.loss_text import loss_status
 from dtype_tui.rendering.palette import ACCENT
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
@@ -130,8 +128,11 @@ def status_line(
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
-    if lost := loss_status(experiment.results.losses.values or ()):
-        line.append(f"  {lost}", style="bold red")
+    if losses := experiment.results.losses.values:
+        from dtype_tui.rendering.loss_text import loss_status  # the first paint does not need it
+
+        if lost := loss_status(losses):
+            line.append(f"  {lost}", style="bold red")
     count = f" {len(experiment.measured)}" if experiment.measured else ""
     more = _entries((("jobs", "jobs"), ("messages", "messages"), ("history", f"history{count}")), chosen)
     while more and line.cell_len + sum(each.cell_len + 2 for each in more) + 2 > width:
@@ -146,6 +147,8 @@ def _so_far(partial: PartialDrift, width: int) -> str:
 
     Returns only the number of sequences, or "", if the whole text does not fit into `width` cells.
     """
+    from dtype_engine.reports.text_drift import extent_text, partial_text  # the first paint does not need it
+
     whole = partial_text(partial)
     extent = extent_text(partial.extent).split(",")[0] if not partial.output.nonfinite else whole
     return next((words for words in (whole, extent) if len(words) < width), "")

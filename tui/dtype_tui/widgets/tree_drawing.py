@@ -17,7 +17,6 @@ from dtype_engine.core.dtypes import padded
 from dtype_engine.core.units import human_count, percent, signed
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
-from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import drift_text, meter, name_cell, short_bytes, stacked, truncate
 from dtype_tui.rendering.palette import ACCENT, heat, pill, ramp
 from dtype_tui.widgets import cursor
@@ -226,7 +225,7 @@ def _add_size(line: _Line, experiment: Experiment, row: Row, columns: Columns) -
     whole = 0
     if row.tensor is None:
         totals = experiment.totals[row.name]
-        parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
+        parameters = totals.parameters_text if totals.parameters or totals.unknown else ""
         size = totals.total_bytes
         whole = experiment.totals[row.name.rpartition(".")[0]].total_bytes if row.name else size
     else:
